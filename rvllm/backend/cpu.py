@@ -1,0 +1,188 @@
+"""Run a program with numpy: the product on a machine with no GPU, the oracle on one with. Knows ops; not requests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rvllm.backend import definitions as define
+from rvllm.model.checkpoint import Checkpoint
+from rvllm.program.dtype import Float32
+from rvllm.program.ops import (
+    ActMul,
+    Add,
+    Attention,
+    Embedding,
+    Kind,
+    Linear,
+    Norm,
+    Plain,
+    RopeAngles,
+    RopeKV,
+    SelectRows,
+    Tensor,
+    parts,
+)
+from rvllm.program.plan import MemoryPlan, plan
+from rvllm.program.program import Program, Step
+
+Progress = Callable[[str, int, int], None]
+FLOAT32_BYTES = 4
+KEPT_VIEWS = 16  # step sizes whose views are kept
+
+
+class CpuModel:
+    """A program with its weights in float32 and its caches: `forward` computes one step.
+
+    Activations live in one arena at the places the memory plan gives them, as on a device, so that a wrong plan shows.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        checkpoint: Checkpoint,
+        *,
+        blocks: tuple[int, ...],
+        block_size: int,
+        progress: Progress | None = None,
+    ) -> None:
+        self.program = program
+        self._weights = load_weights(program, checkpoint, progress)
+        self._caches = _new_caches(program, blocks, block_size)
+        self._plans: dict[int, MemoryPlan] = {}
+        self._arena = np.empty(0, dtype=np.float32)
+        self._views: dict[tuple[int, int], dict[str, Float32]] = {}
+
+    def forward(self, step: Step) -> Float32:
+        """Logits (rows, vocab) float32 of the step's wanted rows; the caches then hold its tokens."""
+        values: dict[str, Any] = dict(step.inputs())
+        values |= self.program.constants
+        values |= self._caches
+        arena = self._places(len(step.ids), len(step.rows))
+        for op in self.program.ops:
+            for part in parts(op):
+                result = self._run(part, values, step)
+                place = arena.get(part.out.name)
+                if place is not None:
+                    np.copyto(place, result)
+                    result = place
+                values[part.out.name] = result
+        logits: Float32 = values[self.program.output.name]
+        return logits.copy()
+
+    def _places(self, tokens: int, rows: int) -> dict[str, Float32]:
+        """Where each activation of a step of this size lives; what stays inside a fused op has no place."""
+        if (tokens, rows) not in self._views:
+            if len(self._views) >= KEPT_VIEWS:
+                self._views.clear()
+            memory = self._plan(1 << (max(tokens, rows) - 1).bit_length())
+            if memory.nbytes > self._arena.nbytes:
+                self._arena = np.empty(memory.nbytes // FLOAT32_BYTES, dtype=np.float32)
+                self._views.clear()
+            sizes = {"tokens": tokens, "rows": rows}
+            self._views[tokens, rows] = _views(self.program, memory.offsets, self._arena, sizes)
+        return self._views[tokens, rows]
+
+    def _plan(self, bucket: int) -> MemoryPlan:
+        """The memory plan for up to `bucket` tokens and rows."""
+        if bucket not in self._plans:
+            sizes = {"tokens": bucket, "rows": bucket}
+            self._plans[bucket] = plan(self.program, lambda tensor: math.prod(tensor.sizes(sizes)) * FLOAT32_BYTES)
+        return self._plans[bucket]
+
+    def _run(self, op: Plain, values: Mapping[str, Any], step: Step) -> Float32:
+        """One op by its definition."""
+
+        def value(tensor: Tensor) -> Any:
+            return self._weights[tensor.name] if tensor.kind is Kind.WEIGHT else values[tensor.name]
+
+        dtype = op.out.dtype
+        match op:
+            case Embedding():
+                return define.embedding(value(op.ids), value(op.table), dtype)
+            case RopeAngles():
+                inv_freq = value(op.inv_freq)
+                return define.rope_angles(value(op.positions), value(op.lengths), inv_freq, op.threshold, op.scale)
+            case Norm():
+                return define.norm(value(op.x), value(op.weight), op.epsilon, dtype)
+            case Linear():
+                decode = len(value(op.x)) if op.out.shape[0] == "rows" else step.decode_tokens
+                bias = self._weights.get(joined_name(op.biases)) if op.biases else None
+                return define.linear(value(op.x), self._weights[joined_name(op.weights)], bias, decode, dtype)
+            case RopeKV():
+                qkv, angles, cache = value(op.qkv), value(op.angles), value(op.cache)
+                return define.rope_kv(qkv, angles, value(op.slots), cache, op.heads, dtype, op.cache.dtype)
+            case Attention():
+                tables, starts, lengths = value(op.block_tables), value(op.query_starts), value(op.kv_lengths)
+                q, cache = value(op.q), value(op.cache)
+                return define.attention(q, cache, tables, starts, lengths, op.heads, op.scale, op.window, dtype)
+            case ActMul():
+                return define.act_mul(value(op.x), op.activation, dtype)
+            case Add():
+                return define.add(value(op.x), value(op.y), dtype)
+            case SelectRows():
+                rows: Float32 = value(op.x)[value(op.rows)]
+                return rows
+
+
+def joined_name(segments: tuple[Tensor, ...]) -> str:
+    """The name under which a linear op's segments are held as one matrix."""
+    return "+".join(segment.name for segment in segments)
+
+
+def load_weights(program: Program, checkpoint: Checkpoint, progress: Progress | None) -> dict[str, Float32]:
+    """Every weight in float32, the segments of each linear op as one contiguous matrix; equal names share memory."""
+    wanted = _wanted(program)
+    total = sum(checkpoint.tensors[segment.name].nbytes for segments in wanted.values() for segment in segments)
+    done = 0
+    weights: dict[str, Float32] = {}
+    for name, segments in wanted.items():
+        rows = [segment.sizes({})[0] for segment in segments]
+        matrix = np.empty((sum(rows), *segments[0].sizes({})[1:]), dtype=np.float32)
+        begin = 0
+        for segment, count in zip(segments, rows):
+            matrix[begin : begin + count] = checkpoint.read(segment.name)
+            begin += count
+            done += checkpoint.tensors[segment.name].nbytes
+            if progress:
+                progress("loading weights", done, total)
+        weights[name] = matrix
+    return weights
+
+
+def _wanted(program: Program) -> dict[str, tuple[Tensor, ...]]:
+    """Every matrix the program needs, by its joined name, and the checkpoint tensors it is made of."""
+    wanted: dict[str, tuple[Tensor, ...]] = {}
+    for op in program.ops:
+        for part in parts(op):
+            match part:
+                case Embedding():
+                    wanted[part.table.name] = (part.table,)
+                case Norm():
+                    wanted[part.weight.name] = (part.weight,)
+                case Linear():
+                    wanted[joined_name(part.weights)] = part.weights
+                    if part.biases:
+                        wanted[joined_name(part.biases)] = part.biases
+    return wanted
+
+
+def _new_caches(program: Program, blocks: tuple[int, ...], block_size: int) -> dict[str, npt.NDArray[np.float32]]:
+    """Zeroed caches; the system gives them memory only where they are written."""
+    known = {f"blocks.{group}": count for group, count in enumerate(blocks)} | {"block": block_size}
+    return {name: np.zeros(tensor.sizes(known), dtype=np.float32) for name, tensor in program.caches.items()}
+
+
+def _views(program: Program, offsets: Mapping[str, int], arena: Float32, sizes: dict[str, int]) -> dict[str, Float32]:
+    views: dict[str, Float32] = {}
+    for op in program.ops:
+        for part in parts(op):
+            if part.out.name in offsets:
+                shape = part.out.sizes(sizes)
+                begin = offsets[part.out.name] // FLOAT32_BYTES
+                views[part.out.name] = arena[begin : begin + math.prod(shape)].reshape(shape)
+    return views
