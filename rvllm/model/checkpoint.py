@@ -115,8 +115,9 @@ def map_file(path: Path) -> Bytes:
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
-            # mmap refuses an empty file.
-            buffer = mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ) if size else b""
+            if size == 0:  # mmap refuses an empty file
+                return np.empty(0, np.uint8)
+            buffer = mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     except OSError as cause:
         raise CheckpointError(unreadable_reason(path, cause)) from None
     if is_lfs_pointer(path):

@@ -311,7 +311,7 @@ def _yarn_rope(given: Json, trained: int) -> RopeScaling:
 
 
 def _yarn_attention_factor(given: Json, factor: float) -> float:
-    """What multiplies cos and sin: given, or 0.1 ln(factor) + 1, or the ratio of two such when both mscales are there."""
+    """What multiplies cos and sin: as given, or 0.1 ln(factor) + 1, or the ratio of two such given both mscales."""
     if given.get("attention_factor") is not None:
         return _real("rope_scaling.attention_factor", given["attention_factor"])
 

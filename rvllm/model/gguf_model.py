@@ -5,7 +5,6 @@ Knows how llama.cpp's converter renames tensors, permutes rows and spells sizes;
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -101,7 +100,7 @@ def hf_config(metadata: Mapping[str, object], tensors: Mapping[str, TensorInfo])
     if any(info.dtype is BF16 for info in tensors.values()):
         config["torch_dtype"] = "bfloat16"
     if factors := tensors.get(_ROPE_FACTORS):
-        config["rope_factors"] = _small_f32(factors)
+        config["rope_factors"] = _rope_factors(factors, rotary // 2)
     keys.refuse_unknown()
     return config
 
@@ -222,9 +221,11 @@ def _token_ids(metadata: Mapping[str, object]) -> dict[str, object]:
     return found
 
 
-def _small_f32(info: TensorInfo) -> list[float]:
-    """The values of a small float32 tensor, read from its file."""
-    if info.dtype is not F32 or info.file is None:
-        raise ConfigError(f"GGUF: tensor {info.name} has dtype {info.dtype}, it must be f32")
-    values: list[float] = np.fromfile(info.file, "<f4", math.prod(info.shape), offset=info.offset).tolist()
-    return values
+def _rope_factors(info: TensorInfo, pairs: int) -> list[float]:
+    """The frequency divisors, read from the file: a few hundred bytes."""
+    if info.shape != (pairs,) or info.dtype is not F32 or info.file is None:
+        raise ConfigError(
+            f"GGUF: tensor {info.name} has shape {list(info.shape)} and dtype {info.dtype}, not [{pairs}] and f32"
+        )
+    factors: list[float] = np.fromfile(info.file, "<f4", pairs, offset=info.offset).tolist()
+    return factors

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from rvllm.model.config import ModelConfig
 from rvllm.model.rope import rope_table
-from rvllm.program.dtype import F32, DType
+from rvllm.program.dtype import F32
 from rvllm.program.ops import Tensor
 from rvllm.program.program import Program
 from rvllm.program.recorder import Recorder
 
 
-def record_llama(
-    config: ModelConfig,
-    *,
-    tied: bool,
-    max_length: int,
-    dtype: DType,
-    kv_dtype: DType,
-    formats: Mapping[str, DType],
-) -> Program:
-    """The program for contexts up to `max_length` tokens, activations in `dtype`; see Recorder for `formats`."""
-    r = Recorder(dtype, kv_dtype, formats)
+def record_llama(r: Recorder, config: ModelConfig, *, tied: bool, max_length: int) -> Program:
+    """Record the whole model for contexts up to `max_length` tokens; `tied`: the output head is the embedding."""
     table = r.weight("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
     rope = rope_table(config.rope_theta, config.head_dim, config.rope_scaling, max_length)
     angles = r.rope_angles("rope", rope.inv_freq, rope.threshold, rope.scale)

@@ -79,7 +79,8 @@ def _q4_1(blocks: Blocks) -> Float32:
 
 def _five_bits(high: Blocks, packed: Blocks) -> Blocks:
     """Bit i of the 4 bytes `high` is bit 4 of element i; `packed` holds the lower four."""
-    return _nibbles(packed) | (np.unpackbits(high, axis=-1, bitorder="little") << 4)
+    fifth = np.unpackbits(high, axis=-1, bitorder="little")
+    return _nibbles(packed) | (fifth << np.uint8(4))
 
 
 def _q5_0(blocks: Blocks) -> Float32:

@@ -26,13 +26,16 @@ from rvllm.program.program import CacheGroup, Program
 class Recorder:
     """Records ops in call order. Activations are `dtype`; a weight has the format the checkpoint stores it in.
 
-    `formats` names the checkpoint's element format of each weight; `dtype` stands for those it does not name.
+    `formats` names the checkpoint's element format of each weight; `weight_dtype` stands for those it does not name.
     """
 
-    def __init__(self, dtype: DType, kv_dtype: DType, formats: Mapping[str, DType]) -> None:
+    def __init__(
+        self, dtype: DType, kv_dtype: DType, formats: Mapping[str, DType], *, weight_dtype: DType
+    ) -> None:
         self.dtype = dtype
         self._kv_dtype = kv_dtype
         self._formats = formats
+        self._weight_dtype = weight_dtype
         self._ops: list[Op] = []
         self._constants: dict[str, Float32] = {}
         self._groups: list[CacheGroup] = []
@@ -46,7 +49,7 @@ class Recorder:
 
     def weight(self, name: str, *shape: int) -> Tensor:
         """A checkpoint tensor by its Hugging Face name."""
-        return Tensor(name, shape, self._formats.get(name, self.dtype), Kind.WEIGHT)
+        return Tensor(name, shape, self._formats.get(name, self._weight_dtype), Kind.WEIGHT)
 
     def cache(self, layer: int, *, window: int | None, kv_heads: int, head_dim: int) -> tuple[Tensor, int]:
         """The layer's key/value cache and the index of the group it belongs to."""

@@ -1,0 +1,43 @@
+"""Every default, in one place: the command line, the Python API and the docs read them from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DEFAULT_MODEL = "smollm2"
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "float16", "bfloat16", "half", "float")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+BLOCK_SIZES = (16, 32, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How a model is loaded and served. Names are vLLM's where vLLM has the setting.
+
+    dtype                    activations; "auto": float32 on a CPU, the checkpoint's own on a GPU
+    max_model_len            tokens of prompt and output together; None: what the model is made for, or what fits
+    block_size               tokens of a cache block
+    kv_cache_memory_bytes    memory for the key/value cache; on a CPU it is only used where tokens are
+    max_num_seqs             sequences that run at once; more wait
+    max_num_batched_tokens   tokens of one step, at least one prompt chunk
+    prefill_chunk            prompts are read in pieces of this many tokens
+    load_format              "dummy": random weights of the right shapes, no file read but the configuration
+    seed                     of requests that bring none: request i gets a seed derived from it; None: from the system
+    """
+
+    model: str = DEFAULT_MODEL
+    tokenizer: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    load_format: str = "auto"
+    max_model_len: int | None = None
+    block_size: int = 32
+    kv_cache_memory_bytes: int = 4 << 30
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    prefill_chunk: int = 512
+    chat_template: str | None = None
+    generation_config: str = "auto"
+    seed: int | None = None
+    offline: bool = False

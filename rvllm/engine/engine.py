@@ -1,0 +1,182 @@
+"""The step loop: admit, plan, run, sample, retire. Knows token ids; the front end knows text."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from rvllm.engine.block_pool import BlockPool, blocks_for
+from rvllm.engine.request import Request, Sequence, TokenEvent
+from rvllm.engine.scheduler import Chunk, schedule
+from rvllm.errors import PromptTooLong
+from rvllm.program.dtype import Float32
+from rvllm.program.program import Int32, Program, Step
+from rvllm.sampling.sampler import Sampled, SamplingRow, sample_rows
+
+
+class Model(Protocol):
+    """A program on a device, with its weights and caches."""
+
+    @property
+    def program(self) -> Program: ...
+
+    def forward(self, step: Step) -> Float32:
+        """Logits (rows, vocab) of the step's rows."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the engine holds to. `vocab_limit`: ids from it on are padding and never drawn."""
+
+    max_model_len: int
+    block_size: int
+    blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    prefill_chunk: int
+    vocab_limit: int
+    eos_ids: frozenset[int]
+
+
+class Engine:
+    """Continuous batching over one model. Not thread-safe: one thread adds, steps and aborts."""
+
+    def __init__(self, model: Model, limits: Limits) -> None:
+        assert limits.blocks >= blocks_for(limits.max_model_len, limits.block_size), limits
+        self._model = model
+        self.limits = limits
+        self._pools = tuple(BlockPool(limits.blocks) for _ in model.program.cache_groups)
+        self._waiting: deque[Request] = deque()
+        self._running: list[Sequence] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self._waiting or self._running)
+
+    @property
+    def free_blocks(self) -> tuple[int, ...]:
+        """Free blocks of each cache group."""
+        return tuple(pool.free for pool in self._pools)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises PromptTooLong when its prompt leaves no room for a token; ids must be in range."""
+        length, limit = len(request.prompt_ids), self.limits.max_model_len
+        assert request.prompt_ids and request.params.max_tokens != 0, request
+        if length >= limit:
+            raise PromptTooLong(
+                f"the prompt has {length:,} tokens, the context is {limit:,} with at least one token of output",
+                param="prompt",
+                hint="shorten the prompt, or raise --max-model-len where the model allows it",
+            )
+        self._waiting.append(request)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request in any state; unknown ids are ignored, since it may just have ended."""
+        self._waiting = deque(request for request in self._waiting if request.id != request_id)
+        for sequence in [sequence for sequence in self._running if sequence.request.id == request_id]:
+            self._retire(sequence)
+
+    def step(self) -> list[TokenEvent]:
+        """Run one step; the new tokens of the sequences that got one."""
+        self._admit()
+        limits = self.limits
+        chunks = schedule(
+            self._running, prefill_chunk=limits.prefill_chunk, max_tokens=limits.max_num_batched_tokens
+        )
+        if not chunks:
+            return []
+        finished = [chunk.sequence for chunk in chunks if chunk.finishes]
+        logits = self._model.forward(build_step(chunks, limits.block_size))
+        for chunk in chunks:
+            chunk.sequence.computed += chunk.tokens
+        rows = [self._sampling_row(sequence) for sequence in finished]
+        return [self._accept(*pair) for pair in zip(finished, sample_rows(logits, rows, limits.vocab_limit))]
+
+    def _admit(self) -> None:
+        """Start waiting requests in order, while there is a place and blocks for all they may ever need."""
+        while self._waiting and len(self._running) < self.limits.max_num_seqs:
+            request = self._waiting[0]
+            most = request.params.max_tokens
+            length = len(request.prompt_ids)
+            limit = self.limits.max_model_len if most is None else min(length + most, self.limits.max_model_len)
+            # The last token is drawn but never cached.
+            needed = blocks_for(limit - 1, self.limits.block_size)
+            if any(pool.free < needed for pool in self._pools):
+                return
+            self._waiting.popleft()
+            blocks = tuple(pool.take(needed) for pool in self._pools)
+            self._running.append(Sequence(request, limit, blocks, list(request.prompt_ids)))
+
+    def _retire(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        for pool, blocks in zip(self._pools, sequence.blocks):
+            pool.give_back(blocks)
+
+    def _stop_ids(self, request: Request) -> frozenset[int]:
+        own = frozenset(request.params.stop_token_ids)
+        return own if request.params.ignore_eos else own | self.limits.eos_ids
+
+    def _accept(self, sequence: Sequence, sampled: Sampled) -> TokenEvent:
+        """Append the drawn token and end the sequence where it ends."""
+        request = sequence.request
+        sequence.token_ids.append(sampled.token_id)
+        stopped = sampled.token_id in self._stop_ids(request)
+        finish = "stop" if stopped else "length" if len(sequence.token_ids) >= sequence.limit else None
+        if finish:
+            self._retire(sequence)
+        asked = request.params.logprobs is not None
+        return TokenEvent(
+            request.id,
+            sampled.token_id,
+            sampled.logprob if asked else None,
+            sampled.top_logprobs if asked else (),
+            finish,
+            sampled.token_id if stopped else None,
+        )
+
+
+def build_step(chunks: Items[Chunk], block_size: int) -> Step:
+    """The arrays of a step that computes `chunks`, in their order; one row of logits for each that finishes."""
+    spans = [range(c.sequence.computed, c.sequence.computed + c.tokens) for c in chunks]
+    positions = np.concatenate([np.arange(span.start, span.stop, dtype=np.int32) for span in spans])
+    counts = np.array([chunk.tokens for chunk in chunks])
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    groups = range(len(chunks[0].sequence.blocks))
+    tables = tuple(_block_table([chunk.sequence.blocks[group] for chunk in chunks]) for group in groups)
+    owners = np.repeat(np.arange(len(chunks)), counts)
+    return Step(
+        ids=np.array([i for c, s in zip(chunks, spans) for i in c.sequence.token_ids[s.start : s.stop]], np.int32),
+        positions=positions,
+        lengths=np.concatenate([_rope_lengths(chunk, span) for chunk, span in zip(chunks, spans)]),
+        query_starts=starts,
+        kv_lengths=np.array([span.stop for span in spans], dtype=np.int32),
+        slots=tuple(
+            table[owners, positions // block_size] * np.int32(block_size) + positions % block_size for table in tables
+        ),
+        block_tables=tables,
+        rows=starts[1:][[chunk.finishes for chunk in chunks]] - 1,
+        decode_tokens=sum(chunk.tokens == 1 for chunk in chunks),
+    )
+
+
+def _block_table(blocks: list[list[int]]) -> Int32:
+    """(sequences, longest) block numbers; what a sequence does not have is 0 and never read."""
+    table = np.zeros((len(blocks), max(map(len, blocks))), dtype=np.int32)
+    for row, held in zip(table, blocks):
+        row[: len(held)] = held
+    return table
+
+
+def _rope_lengths(chunk: Chunk, span: range) -> Int32:
+    """The length that rope scaling goes by: the whole prompt's for its tokens, its own place for a drawn token.
+
+    That is what one forward pass over the prompt and then one a token see in transformers, however we cut the prompt.
+    """
+    prompt = len(chunk.sequence.request.prompt_ids)
+    return np.maximum(np.arange(span.start + 1, span.stop + 1, dtype=np.int32), np.int32(prompt))
