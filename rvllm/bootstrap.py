@@ -44,14 +44,19 @@ class Unusable(Exception):
 # --- Is this the right interpreter on the right machine?
 
 
-def mismatch():
-    """What this interpreter or machine is that it must not be, or None."""
+def wrong_python():
+    """What this interpreter is that it must not be, or None."""
     if list(sys.version_info[:2]) not in BUILD["pythons"]:
         return "Python %d.%d.%d" % sys.version_info[:3]
     if sys.implementation.name != "cpython":
         return sys.implementation.name
     if "t" in getattr(sys, "abiflags", ""):
         return "a free-threaded Python"
+    return None
+
+
+def wrong_machine():
+    """What this system is that it must not be, or None."""
     if not sys.platform.startswith("linux"):
         return sys.platform
     if os.uname()[4] != "x86_64":
@@ -71,18 +76,15 @@ def old_glibc():
     return None if found >= GLIBC else name + " " + version
 
 
-def refuse(found):
+def refuse(found, hint):
     """One line that says what is needed and what this is; exit code 78 (EX_CONFIG)."""
-    minors = ["%d.%d" % tuple(python) for python in BUILD["pythons"]]
-    line = "rvllm: error: this file needs CPython %s on Linux x86-64 with glibc %d.%d or newer, but this is %s (%s)" % (
-        " or ".join(minors),
-        GLIBC[0],
-        GLIBC[1],
-        found,
-        sys.executable,
-    )
-    sys.stderr.write(line + ". hint: run it as python%s %s\n" % (minors[-1], os.path.basename(sys.argv[0])))
+    needs = "CPython %s on Linux x86-64 with glibc %d.%d or newer" % ((" or ".join(minors()),) + GLIBC)
+    say("rvllm: error: this file needs %s, but this is %s (%s). hint: %s" % (needs, found, sys.executable, hint))
     sys.exit(78)
+
+
+def minors():
+    return ["%d.%d" % tuple(python) for python in BUILD["pythons"]]
 
 
 # --- Where may the build be unpacked?
@@ -203,7 +205,7 @@ def unpack(store, name, read):
         if alone:
             remove_leftovers(store)
         if sys.stderr is not None and sys.stderr.isatty():
-            sys.stderr.write("rvllm: unpacking to %s (first run of this build only)\n" % folder)
+            say("rvllm: unpacking to %s (first run of this build only)" % folder)
         install(store, folder, read)
         if alone:
             prune(store)
@@ -293,7 +295,7 @@ def prune(store):
     used = []
     for name in os.listdir(store):
         listing = os.path.join(store, name, ".files")
-        if os.path.exists(listing):
+        if os.path.exists(listing) and not name.startswith("new-"):
             used.append((os.stat(listing).st_mtime, name))
     for _time, name in sorted(used, reverse=True)[KEPT_BUILDS:]:
         listing = os.open(os.path.join(store, name, ".files"), os.O_RDWR | os.O_CLOEXEC)
@@ -338,8 +340,8 @@ def unpacked(read):
             refusals.append(str(error))
         else:
             if refusals:
-                warn = "rvllm: warning: unpacked to %s instead (%s). hint: set RVLLM_CACHE to a folder of your own\n"
-                sys.stderr.write(warn % (store, "; ".join(refusals)))
+                warning = "rvllm: warning: unpacked to %s instead (%s). hint: set RVLLM_CACHE to a folder of your own"
+                say(warning % (store, "; ".join(refusals)))
             return os.path.join(store, name)
     return fail(
         "nowhere to unpack the program (%s)" % "; ".join(refusals),
@@ -348,15 +350,32 @@ def unpacked(read):
 
 
 def fail(message, hint):
-    sys.stderr.write("rvllm: error: %s. hint: %s\n" % (message, hint))
+    say("rvllm: error: %s. hint: %s" % (message, hint))
     sys.exit(1)
+
+
+def say(line):
+    if sys.stderr is not None:  # closed by the caller
+        sys.stderr.write(line + "\n")
+
+
+def prefer(folder):
+    """Make every later import of what lies in `folder` come from there."""
+    sys.path[0] = folder  # in place of the archive, which has nothing more to import
+    # .pth files of installed packages run before us: cuda-bindings' own imports the `cuda` namespace, and what is in
+    # sys.modules would bring in the rest of that other version.
+    ours = set(entry.partition(".")[0] for entry in os.listdir(folder))
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ours:
+            del sys.modules[name]
 
 
 def main():
     """Answer, or unpack and hand over to rvllm.__main__."""
-    found = mismatch()
-    if found:
-        refuse(found)
+    if wrong_python():
+        refuse(wrong_python(), "run it as python%s %s" % (minors()[-1], sys.argv[0]))
+    if wrong_machine():
+        refuse(wrong_machine(), "on other systems install the package with pip")
     if sys.argv[1:] in (["--version"], ["--help"]):
         sys.stdout.write(BUILD[sys.argv[1][2:]])
         return 0
@@ -366,7 +385,7 @@ def main():
     except KeyboardInterrupt:
         return 130
     sys.argv[0] = archive
-    sys.path[0] = folder  # in place of the archive, which has nothing more to import
+    prefer(folder)
     from rvllm.__main__ import main as command_line
 
     return command_line()

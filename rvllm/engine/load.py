@@ -28,13 +28,21 @@ class CacheSize:
 
 
 def load_engine(
-    source: Source, config: EngineConfig, *, vocab_limit: int, eos_ids: frozenset[int], progress: Progress | None, warn: Warn
+    source: Source,
+    config: EngineConfig,
+    *,
+    vocab_limit: int,
+    eos_ids: frozenset[int],
+    progress: Progress | None,
+    warn: Warn,
 ) -> Engine:
     """Load the model's weights and make an engine. Raises StartError when device, memory or files do not allow it."""
     if config.device == "cuda":
         raise DeviceError("this version has no CUDA backend", hint="use --device cpu")
     if config.dtype not in ("auto", "float32", "float"):
-        raise StartError(f"--dtype {config.dtype} is not available on the CPU, which computes in float32", hint="leave it out")
+        raise StartError(
+            f"--dtype {config.dtype} is not available on the CPU, which computes in float32", hint="leave it out"
+        )
     program = record(source, dtype=F32, kv_dtype=F32, max_length=context_length(source.config, config.max_model_len))
     program = fuse(program, ALL_KERNELS)
     size = cache_size(program, source.config.max_position, config, warn)

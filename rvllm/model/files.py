@@ -49,9 +49,9 @@ def locate(name: str, *, offline: bool, progress: Progress | None) -> ModelFiles
         raise ModelNotFound(f"{name!r} cannot be a model's name: {cause}") from None
     if name == DEFAULT_MODEL:
         # Only here: a named folder needs neither subprocess nor zipfile.
-        from rvllm.model import default_model
+        from rvllm.model.default_model import SMOLLM2, find
 
-        return ModelFiles(name, default_model.find(default_model.SMOLLM2, offline=offline, progress=progress))
+        return ModelFiles(name, find(SMOLLM2, offline=offline, progress=progress))
     if not _HUB_NAME.fullmatch(name) or name.startswith((".", "/")) or name.lower().endswith(".gguf"):
         raise ModelNotFound(
             f"there is no folder or GGUF file {name!r}",

@@ -51,8 +51,9 @@ def open_gguf(path: Path) -> FileCheckpoint:
     tensors = {}
     for info in file.tensors.values():
         if info.name != _ROPE_FACTORS:  # frequencies, not a weight: hf_config gives them out
-            heads = _rotary_heads(info, keys) if name == "llama" else 0
-            renamed = replace(info, name=_hf_name(path, info.name), rotary_heads=heads)
+            renamed = replace(info, name=_hf_name(path, info.name))
+            if name == "llama":
+                renamed = replace(renamed, rotary_heads=_rotary_heads(info, keys))
             tensors[renamed.name] = renamed
     return FileCheckpoint(str(path), tensors, no_reasons(), {path: file.data})
 
@@ -118,12 +119,13 @@ def _hf_name(path: Path, name: str) -> str:
 
 def _rotary_heads(info: TensorInfo, keys: _Keys) -> int:
     """For how many heads the converter permuted this tensor's rows: those of the query and key projections."""
-    heads = keys.number("attention.head_count")
-    if info.name.endswith((".attn_k.weight", ".attn_k.bias")):
-        heads = keys.number("attention.head_count_kv", heads)
-    elif not info.name.endswith((".attn_q.weight", ".attn_q.bias")):
+    projection = info.name.split(".")[-2]
+    if projection not in ("attn_q", "attn_k"):
         return 0
-    if heads <= 0 or info.shape[0] % (2 * heads):
+    heads = keys.number("attention.head_count")
+    if projection == "attn_k":
+        heads = keys.number("attention.head_count_kv", heads)
+    if heads == 0 or info.shape[0] % (2 * heads):
         raise CheckpointError(f"{info.file}: tensor {info.name} has {info.shape[0]} rows, no pairs for {heads} heads")
     return heads
 

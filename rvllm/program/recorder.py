@@ -29,9 +29,7 @@ class Recorder:
     `formats` names the checkpoint's element format of each weight; `weight_dtype` stands for those it does not name.
     """
 
-    def __init__(
-        self, dtype: DType, kv_dtype: DType, formats: Mapping[str, DType], *, weight_dtype: DType
-    ) -> None:
+    def __init__(self, dtype: DType, kv_dtype: DType, formats: Mapping[str, DType], *, weight_dtype: DType) -> None:
         self.dtype = dtype
         self._kv_dtype = kv_dtype
         self._formats = formats

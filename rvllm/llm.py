@@ -1,0 +1,295 @@
+"""The Python API: text in, text out, engine and tokenizer in this process. Knows both; holds no policy of either."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rvllm.config import DEFAULT_MODEL, EngineConfig
+from rvllm.engine.engine import Engine
+from rvllm.engine.load import load_engine
+from rvllm.engine.request import Request, TokenEvent
+from rvllm.errors import BadRequest
+from rvllm.model.files import ModelFiles, Progress, locate, read_json
+from rvllm.model.source import open_source
+from rvllm.sampling.params import SamplingParams
+from rvllm.text.stop import TextStream
+from rvllm.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Logprobs = Mapping[int, float]
+
+# What generation_config.json may set, as in vLLM; its max_new_tokens is our max_tokens.
+_GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step added to one completion. `text` may be empty while a character or a stop string is incomplete.
+
+    `logprobs`: for each token, its id and those of the likeliest, natural logs; empty unless asked for.
+    `finish_reason`: None while it goes on, else "stop" | "length"; `stop_reason`: the stop string or id that ended it.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...]
+    finish_reason: str | None
+    stop_reason: str | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One finished completion; fields as in vLLM."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    cumulative_logprob: float | None
+    logprobs: tuple[Logprobs, ...] | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A prompt and its `n` completions; fields as in vLLM."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    finished: bool = True
+
+
+class LLM:
+    """A loaded model. `settings` are EngineConfig's fields by name.
+
+        llm = LLM("smollm2")
+        llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text
+
+    Raises StartError where the model, the device or the settings do not allow it.
+    """
+
+    def __init__(
+        self,
+        model: str = DEFAULT_MODEL,
+        *,
+        progress: Progress | None = None,
+        warn: Callable[[str], None] | None = None,
+        **settings: Any,
+    ) -> None:
+        warn = warn or _warn
+        self.config = EngineConfig(model=model, **settings)
+        files = locate(model, offline=self.config.offline, progress=progress)
+        dummy = self.config.load_format == "dummy"
+        source = open_source(files, dummy=dummy, warn=warn)
+        self.tokenizer = _tokenizer(self.config, files, progress)
+        self.tokenizer.check_fits(source.config.vocab_size)
+        eos = self.tokenizer.eos_token_id
+        self._engine: Engine = load_engine(
+            source,
+            self.config,
+            vocab_limit=self.tokenizer.vocab_size,
+            eos_ids=frozenset() if eos is None else frozenset({eos}),
+            progress=progress,
+            warn=warn,
+        )
+        self.default_params = _default_params(self.config, source.generation)
+        self._requests = 0
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and output together."""
+        return self._engine.limits.max_model_len
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self.tokenizer.chat_template is not None
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a raw prompt, with the BOS token where the tokenizer puts one."""
+        return self.tokenizer.encode(text, add_special_tokens=True)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> list[int]:
+        """Ids of a conversation through the model's chat template; see Tokenizer.apply_chat_template."""
+        return self.tokenizer.apply_chat_template(messages, **template)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What generation_config.json says, and vLLM's defaults for the rest."""
+        return SamplingParams(**self.default_params)
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | None = None
+    ) -> list[RequestOutput]:
+        """Complete every prompt, a text or token ids each; results in the order of the prompts."""
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        items: Sequence[Any] = [prompts] if single else prompts
+        asked = [(item, self.encode_prompt(item)) if isinstance(item, str) else (None, list(item)) for item in items]
+        return self._complete(asked, sampling_params or self.get_default_sampling_params())
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation; `template` as for encode_chat."""
+        asked = [(None, self.encode_chat(messages, **template))]
+        return self._complete(asked, sampling_params or self.get_default_sampling_params())
+
+    def stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> Iterator[Delta]:
+        """One completion as it grows; the last delta has the finish reason. Closing the iterator aborts the request."""
+        request = self._request(prompt_ids, params)
+        if params.max_tokens == 0:
+            yield Delta("", (), (), "length", None)
+            return
+        writer = _Writer(self.tokenizer, request)
+        self._engine.add(request)
+        try:
+            while writer.finish_reason is None:
+                for event in self._engine.step():
+                    if event.request_id == request.id:
+                        yield writer.write(event)
+        finally:
+            self._engine.abort(request.id)
+
+    def _complete(
+        self, prompts: Sequence[tuple[str | None, list[int]]], params: SamplingParams
+    ) -> list[RequestOutput]:
+        """All prompts at once. Every request is checked before any starts."""
+        one = replace(params, n=1)
+        groups = [
+            [self._request(ids, replace(one, seed=_nth_seed(params.seed, index))) for index in range(params.n)]
+            for _, ids in prompts
+        ]
+        requests = [request for group in groups for request in group]
+        writers = {request.id: _Writer(self.tokenizer, request) for request in requests}
+        if params.max_tokens != 0:
+            self._run(requests, writers)
+        return [
+            RequestOutput(
+                group[0].id,
+                text,
+                tuple(ids),
+                tuple(writers[request.id].output(index) for index, request in enumerate(group)),
+            )
+            for (text, ids), group in zip(prompts, groups)
+        ]
+
+    def _run(self, requests: Sequence[Request], writers: Mapping[str, _Writer]) -> None:
+        try:
+            for request in requests:
+                self._engine.add(request)
+            while self._engine.busy:
+                for event in self._engine.step():
+                    writer = writers[event.request_id]
+                    writer.write(event)
+                    if writer.finish_reason and not event.finish_reason:
+                        self._engine.abort(event.request_id)
+        finally:
+            for request in requests:
+                self._engine.abort(request.id)
+
+    def _request(self, prompt_ids: Sequence[int], params: SamplingParams) -> Request:
+        """A request with its id and seed settled. Raises BadRequest for ids that the vocabulary does not have."""
+        limit = self._engine.limits.vocab_limit
+        if not prompt_ids:
+            raise BadRequest("the prompt is empty", param="prompt", hint="give at least one token")
+        for token in prompt_ids:
+            if type(token) is not int or not 0 <= token < limit:
+                raise BadRequest(f"prompt has token id {token!r}, ids are 0 to {limit - 1:,}", param="prompt")
+        params.check_vocabulary(limit)
+        self._requests += 1
+        return Request(f"request-{self._requests}", tuple(prompt_ids), params, self._seed(params))
+
+    def _seed(self, params: SamplingParams) -> int:
+        """The request's own seed, else one that follows from the engine's and the request's number."""
+        if params.seed is not None:
+            return params.seed
+        if self.config.seed is not None:
+            return _nth_seed(self.config.seed, self._requests) or 0
+        return secrets.randbits(63)
+
+
+class _Writer:
+    """Turns one request's tokens into text and remembers how it ended."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
+        params = request.params
+        self._request = request
+        self._stream = TextStream(
+            tokenizer,
+            request.prompt_ids,
+            stop=params.stop,
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+        )
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[Logprobs] = []
+        self.finish_reason: str | None = "length" if params.max_tokens == 0 else None
+        self._stop_reason: str | int | None = None
+
+    def write(self, event: TokenEvent) -> Delta:
+        """Take one token; the text that became certain with it."""
+        params = self._request.params
+        # The id that ends a completion is no part of its text.
+        hidden = event.stop_id is not None and not params.include_stop_str_in_output
+        text = "" if hidden else self._stream.push([event.token_id])
+        if self._stream.stopped is not None:
+            self.finish_reason, self._stop_reason = "stop", self._stream.stopped
+        elif event.finish_reason is not None:
+            text += self._stream.finish()
+            self.finish_reason = event.finish_reason
+            self._stop_reason = event.stop_id if event.stop_id in params.stop_token_ids else None
+        logprobs = () if event.logprob is None else (dict(event.top_logprobs) | {event.token_id: event.logprob},)
+        self._text.append(text)
+        self._token_ids.append(event.token_id)
+        self._logprobs.extend(logprobs)
+        return Delta(text, (event.token_id,), logprobs, self.finish_reason, self._stop_reason)
+
+    def output(self, index: int) -> CompletionOutput:
+        asked = self._request.params.logprobs is not None
+        chosen = [entry[token] for entry, token in zip(self._logprobs, self._token_ids)]
+        return CompletionOutput(
+            index,
+            "".join(self._text),
+            tuple(self._token_ids),
+            sum(chosen) if asked else None,
+            tuple(self._logprobs) if asked else None,
+            self.finish_reason,
+            self._stop_reason,
+        )
+
+
+def _nth_seed(seed: int | None, index: int) -> int | None:
+    """The seed of the index-th completion, wrapping within an int64."""
+    return None if seed is None else (seed + index + 2**63) % 2**64 - 2**63
+
+
+def _tokenizer(config: EngineConfig, files: ModelFiles, progress: Progress | None) -> Tokenizer:
+    named = locate(config.tokenizer, offline=config.offline, progress=progress) if config.tokenizer else files
+    tokenizer = Tokenizer.from_files(named)
+    return tokenizer.with_chat_template(config.chat_template) if config.chat_template is not None else tokenizer
+
+
+def _default_params(config: EngineConfig, generation: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling defaults by --generation-config: "auto" the model's own, "vllm" none, else a folder's."""
+    if config.generation_config == "vllm":
+        return {}
+    if config.generation_config != "auto":
+        from pathlib import Path
+
+        generation = read_json(Path(config.generation_config) / "generation_config.json")
+    found = {key: generation[key] for key in _GENERATION_KEYS if generation.get(key) is not None}
+    if generation.get("max_new_tokens") is not None:
+        found["max_tokens"] = generation["max_new_tokens"]
+    return found
+
+
+def _warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr)
