@@ -55,13 +55,13 @@ PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(28, 4, -1)] + ["ma
 
 # What we ship of our own packages: the wheel's files, without the kernels' sources.
 OWN_PACKAGES = ("rvllm", "kernels_ptx")
-OWN_FILES = ("*.py", "*/py.typed", "kernels_ptx/manifest.json", "kernels_ptx/ptx/*.ptx")
+OWN_FILES = ("rvllm/*.py", "rvllm/py.typed", "kernels_ptx/*.py", "kernels_ptx/manifest.json", "kernels_ptx/ptx/*.ptx")
 
 UNUSED = (
     *("*.pyi", "*.pyx", "*.pxd", "*.pxi", "*.in", "*.c", "*.h", "*.a", "*/tests/*", "*.dist-info/*", "*/py.typed"),
     *("numpy/_core/include/*", "numpy/_core/lib/*", "numpy/_core/_simd.*", "numpy/_core/_*_tests.*"),
     *("numpy/_pyinstaller/*", "numpy/distutils/*", "numpy/f2py/*", "numpy/random/lib/*", "numpy/random/_examples/*"),
-    "tokenizers/tools/*",
+    *("_cuda_bindings_redirector.*", "tokenizers/tools/*"),
 )
 # Of cuda-bindings the driver layer is all we use; the rest (nvml, runtime, nvrtc, ...) is 27 of its 34 MB.
 USED_OF_CUDA = (
@@ -200,7 +200,7 @@ def own_files(root: Path) -> dict[str, bytes]:
     """rvllm and the kernels as the wheel has them, by path relative to `root`."""
     paths = [path for package in OWN_PACKAGES for path in (root / package).rglob("*") if path.is_file()]
     names = {path.relative_to(root).as_posix(): path for path in paths}
-    kept = {name: path for name, path in names.items() if matches(name, OWN_FILES) and "/src/" not in name}
+    kept = {name: path for name, path in names.items() if matches(name, OWN_FILES)}
     return {name: path.read_bytes() for name, path in kept.items()}
 
 

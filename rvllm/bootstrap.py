@@ -79,7 +79,7 @@ def old_glibc():
 def refuse(found, hint):
     """One line that says what is needed and what this is; exit code 78 (EX_CONFIG)."""
     needs = "CPython %s on Linux x86-64 with glibc %d.%d or newer" % ((" or ".join(minors()),) + GLIBC)
-    say("rvllm: error: this file needs %s, but this is %s (%s). hint: %s" % (needs, found, sys.executable, hint))
+    say("error: this file needs %s, but this is %s (%s). hint: %s" % (needs, found, sys.executable, hint))
     sys.exit(78)
 
 
@@ -205,7 +205,7 @@ def unpack(store, name, read):
         if alone:
             remove_leftovers(store)
         if sys.stderr is not None and sys.stderr.isatty():
-            say("rvllm: unpacking to %s (first run of this build only)" % folder)
+            say("unpacking to %s (first run of this build only)" % folder)
         install(store, folder, read)
         if alone:
             prune(store)
@@ -340,7 +340,7 @@ def unpacked(read):
             refusals.append(str(error))
         else:
             if refusals:
-                warning = "rvllm: warning: unpacked to %s instead (%s). hint: set RVLLM_CACHE to a folder of your own"
+                warning = "warning: unpacked to %s instead (%s). hint: set RVLLM_CACHE to a folder of your own"
                 say(warning % (store, "; ".join(refusals)))
             return os.path.join(store, name)
     return fail(
@@ -350,8 +350,24 @@ def unpacked(read):
 
 
 def fail(message, hint):
-    say("rvllm: error: %s. hint: %s" % (message, hint))
+    say("error: %s. hint: %s" % (message, hint))
     sys.exit(1)
+
+
+def answer(text):
+    """Write `text` to stdout; the exit code, as rvllm.__main__ has it for streams that are closed or full."""
+    if sys.stdout is None:
+        return 0
+    try:
+        sys.stdout.reconfigure(errors="replace")
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno != errno.EPIPE:
+            say("error: standard output cannot be written: %s" % error.strerror)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the interpreter's own last flush
+        return 1
+    return 0
 
 
 def say(line):
@@ -377,17 +393,14 @@ def main():
     if wrong_machine():
         refuse(wrong_machine(), "on other systems install the package with pip")
     if sys.argv[1:] in (["--version"], ["--help"]):
-        sys.stdout.write(BUILD[sys.argv[1][2:]])
-        return 0
-    archive = os.path.abspath(sys.argv[0])
+        return answer(BUILD[sys.argv[1][2:]])
+    sys.argv[0] = os.path.abspath(sys.argv[0])
     try:
-        folder = unpacked(__spec__.loader.get_data)
+        prefer(unpacked(__spec__.loader.get_data))
+        from rvllm.__main__ import main as command_line
     except KeyboardInterrupt:
+        say("interrupted")
         return 130
-    sys.argv[0] = archive
-    prefer(folder)
-    from rvllm.__main__ import main as command_line
-
     return command_line()
 
 

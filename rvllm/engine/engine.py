@@ -13,7 +13,7 @@ from rvllm.engine.step import build_step
 from rvllm.errors import PromptTooLong
 from rvllm.program.dtype import Float32
 from rvllm.program.program import Program, Step
-from rvllm.sampling.sampler import Sampled, sample_rows
+from rvllm.sampling.sampler import Sampled, SamplingRow, sample_rows
 
 
 class Model(Protocol):
@@ -118,20 +118,26 @@ class Engine:
         own = frozenset(request.params.stop_token_ids)
         return own if request.params.ignore_eos else own | self.limits.eos_ids
 
+    def _sampling_row(self, sequence: Sequence) -> SamplingRow:
+        request = sequence.request
+        early = len(sequence.token_ids) - len(request.prompt_ids) < request.params.min_tokens
+        return SamplingRow(
+            request.params,
+            request.seed,
+            len(sequence.token_ids),
+            request.prompt_ids,
+            sequence.output_counts,
+            tuple(self._stop_ids(request)) if early else (),
+        )
+
     def _accept(self, sequence: Sequence, sampled: Sampled) -> TokenEvent:
         """Append the drawn token and end the sequence where it ends."""
         request = sequence.request
         sequence.token_ids.append(sampled.token_id)
+        sequence.output_counts[sampled.token_id] += 1
         stopped = sampled.token_id in self._stop_ids(request)
         finish = "stop" if stopped else "length" if len(sequence.token_ids) >= sequence.limit else None
         if finish:
             self._retire(sequence)
-        asked = request.params.logprobs is not None
-        return TokenEvent(
-            request.id,
-            sampled.token_id,
-            sampled.logprob if asked else None,
-            sampled.top_logprobs if asked else (),
-            finish,
-            sampled.token_id if stopped else None,
-        )
+        stop_id = sampled.token_id if stopped else None
+        return TokenEvent(request.id, sampled.token_id, sampled.logprob, sampled.top_logprobs, finish, stop_id)

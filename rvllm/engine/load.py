@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from rvllm.backend.cpu import CpuModel
 from rvllm.config import EngineConfig
 from rvllm.engine.block_pool import blocks_for, pool_blocks
+from rvllm.engine.device import choose_device
 from rvllm.engine.engine import Engine, Limits
-from rvllm.errors import DeviceError, StartError
+from rvllm.errors import StartError
 from rvllm.model.source import Source, context_length, record, weights_for
 from rvllm.program.dtype import F32
 from rvllm.program.fuse import ALL_KERNELS, fuse
@@ -37,8 +38,8 @@ def load_engine(
     warn: Warn,
 ) -> Engine:
     """Load the model's weights and make an engine. Raises StartError when device, memory or files do not allow it."""
-    if config.device == "cuda":
-        raise DeviceError("this version has no CUDA backend", hint="use --device cpu")
+    device = choose_device(config.device, warn)
+    assert device == "cpu", device
     if config.dtype not in ("auto", "float32", "float"):
         raise StartError(
             f"--dtype {config.dtype} is not available on the CPU, which computes in float32", hint="leave it out"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from rvllm.sampling.params import SamplingParams
@@ -42,8 +43,9 @@ class Sequence:
     request: Request
     limit: int
     blocks: tuple[list[int], ...]
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int]
     computed: int = 0
+    output_counts: Counter[int] = field(default_factory=Counter)  # of the drawn tokens, for penalties
 
     @property
     def output_ids(self) -> list[int]:

@@ -14,10 +14,11 @@ from numbers import Integral, Real
 
 from rvllm.errors import BadRequest
 
-# Below this a temperature is 0: dividing by it tells apart only logits closer than float32 resolves near 100.
+# vLLM's bound for "zero": here the noise could still turn only a gap under 26e-5 between two logits.
 GREEDY_TEMPERATURE = 1e-5
 
 _FLOAT32_MAX = 3.4028234663852886e38  # parameters travel to the device as float32
+_FLOAT32_TINY = 2.0**-126  # the smallest that every device holds: a division by it is not one by 0
 _INT64_MAX = 2**63 - 1
 _BIAS_LIMIT = 100.0
 _DECIMAL = re.compile(r"-?[0-9]{1,19}", re.ASCII)
@@ -65,8 +66,6 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, (low, high) in _REAL_RANGES.items():
             self._set(name, _real(name, getattr(self, name), low, high))
-        if not self.repetition_penalty > 0:
-            raise _refusal("repetition_penalty", self.repetition_penalty, "above 0")
         for name, (least, most) in _WHOLE_RANGES.items():
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
@@ -125,7 +124,7 @@ class SamplingParams:
 _REAL_RANGES = {
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
-    "repetition_penalty": (0.0, _FLOAT32_MAX),
+    "repetition_penalty": (_FLOAT32_TINY, _FLOAT32_MAX),
     "temperature": (0.0, _FLOAT32_MAX),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
@@ -151,15 +150,21 @@ def _real(name: str, given: object, low: float, high: float) -> float:
     # bool is an int to Python, but true is no number to a client.
     if isinstance(given, bool) or not isinstance(given, Real):
         raise _refusal(name, given, limit)
-    if not low <= given <= high:  # false for NaN too; compared before float(), which a huge int overflows
+    try:
+        value = float(given)
+    except OverflowError:
+        raise _refusal(name, given, limit) from None
+    if not low <= value <= high:  # NaN is not
         raise _refusal(name, given, limit)
-    return float(given)
+    return value
 
 
 def _whole(name: str, given: object, low: int, high: int) -> int:
-    if isinstance(given, bool) or not isinstance(given, Integral) or not low <= given <= high:
-        raise _refusal(name, given, f"a whole number from {low} to {high}")
-    return int(given)
+    if isinstance(given, Integral) and not isinstance(given, bool):
+        value = int(given)
+        if low <= value <= high:
+            return value
+    raise _refusal(name, given, f"a whole number from {low} to {high}")
 
 
 def _strings(name: str, given: object) -> tuple[str, ...]:

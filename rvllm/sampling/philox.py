@@ -19,22 +19,34 @@ Int64 = npt.NDArray[np.int64]
 Words = tuple[UInt64, UInt64, UInt64, UInt64]
 
 _ROUNDS = 10
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-_LOW = 0xFFFFFFFF
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_KEY_STEPS = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
+_LOW = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
 
 UNIT_MIN = 2.0**-33
 UNIT_MAX = 1.0 - 2.0**-24
 
 
 def philox4x32(counter: Words, key: tuple[UInt64, UInt64]) -> Words:
-    """Ten rounds over arrays of 32-bit words, each word held in a uint64; the arrays broadcast."""
-    c0, c1, c2, c3 = counter
+    """Ten rounds over arrays of 32-bit words, each held in a uint64. Counters share a shape; keys broadcast to it."""
+    c0, c1, c2, c3 = (word.copy() for word in counter)
     k0, k1 = key
+    spare0, spare1 = np.empty_like(c0), np.empty_like(c0)
     for _ in range(_ROUNDS):
-        p0 = c0 * _MULTIPLIERS[0]
-        p1 = c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & _LOW, (p0 >> 32) ^ c3 ^ k1, p0 & _LOW
+        # Six buffers change places: without them, allocating costs as much as the arithmetic.
+        product0 = np.multiply(c0, _MULTIPLIERS[0], out=spare0)
+        product1 = np.multiply(c2, _MULTIPLIERS[1], out=spare1)
+        next0 = np.right_shift(product1, _HALF, out=c0)
+        next0 ^= c1
+        next0 ^= k0
+        next2 = np.right_shift(product0, _HALF, out=c2)
+        next2 ^= c3
+        next2 ^= k1
+        spare0, spare1 = c1, c3
+        product0 &= _LOW
+        product1 &= _LOW
+        c0, c1, c2, c3 = next0, product1, next2, product0
         k0 = (k0 + _KEY_STEPS[0]) & _LOW
         k1 = (k1 + _KEY_STEPS[1]) & _LOW
     return c0, c1, c2, c3
@@ -59,27 +71,33 @@ def uniform(seed: int | Int64, position: int | Int64, ids: Int64) -> Float32:
     low and high half, the counter (id // 4, position, 0, 0), the word number id % 4 of the four.
     """
     assert ids.ndim == 1, ids.shape
-    seeds, positions, ids = np.broadcast_arrays(np.asarray(seed, np.int64), np.asarray(position, np.int64), ids)
-    blocks = ids >> 2
-    # Neighbouring ids share a block of four words: compute each run of equal (seed, position, block) once.
-    first = np.ones(ids.size, np.bool_)
-    first[1:] = blocks[1:] != blocks[:-1]
-    if np.ndim(seed) or np.ndim(position):
-        first[1:] |= (seeds[1:] != seeds[:-1]) | (positions[1:] != positions[:-1])
-    words = _block_words(seeds[first], positions[first], blocks[first])
-    return unit_float(words[ids & 3, np.cumsum(first) - 1])
+    if ids.size == 0:
+        return np.empty(0, np.float32)
+    seeds, positions = np.atleast_1d(np.asarray(seed, np.int64)), np.atleast_1d(np.asarray(position, np.int64))
+    first = int(ids[0]) >> 2
+    span = (int(ids[-1]) >> 2) - first + 1
+    # Four neighbouring ids share a block: where one row keeps most of its ids, all its blocks are made, once each.
+    if seeds.size == positions.size == 1 and 0 < span <= ids.size:
+        words = _block_words(seeds, positions, np.arange(first, first + span))
+        return unit_float(words.reshape(-1)[ids - 4 * first])
+    words = _block_words(seeds, positions, ids >> 2)
+    return unit_float(words[np.arange(ids.size), ids & 3])
 
 
 def _block_words(seeds: Int64, positions: Int64, blocks: Int64) -> npt.NDArray[np.uint32]:
-    """(4, n) uint32: the four words of each (seed, position, block)."""
-    bits = seeds.astype(np.uint64)  # wraps: two's complement
-    zero = np.zeros_like(bits)
-    words = np.empty((4, bits.size), np.uint32)
+    """(n, 4) uint32: the four words of each block (n,); seeds and positions (n,) or (1,)."""
+    keys = seeds.astype(np.uint64)  # wraps: two's complement
+    places = positions.astype(np.uint64)
+    words = np.empty((blocks.size, 4), np.uint32)
     step = 1 << 13  # arrays of 64 KB stay in the cache over the ten rounds
-    for start in range(0, bits.size, step):
+    for start in range(0, blocks.size, step):
         part = slice(start, start + step)
-        counter = (blocks[part].astype(np.uint64), positions[part].astype(np.uint64), zero[part], zero[part])
-        words[:, part] = philox4x32(counter, (bits[part] & _LOW, bits[part] >> 32))
+        key = keys if keys.size == 1 else keys[part]
+        low = blocks[part].astype(np.uint64)
+        place = np.broadcast_to(places if places.size == 1 else places[part], low.shape)
+        zero = np.zeros_like(low)
+        for lane, word in enumerate(philox4x32((low, place, zero, zero), (key & _LOW, key >> _HALF))):
+            words[part, lane] = word
     return words
 
 

@@ -6,7 +6,20 @@ import ast
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "rvllm"
-LAYERS = ["__main__", "cli", "llm", "text", "engine", "backend", "model", "sampling", "program", "config", "errors", "version"]
+LAYERS = [
+    "__main__",
+    "cli",
+    "llm",
+    "text",
+    "engine",
+    "backend",
+    "model",
+    "sampling",
+    "program",
+    "config",
+    "errors",
+    "version",
+]
 
 
 def layer_of(module: str) -> int | None:
@@ -23,7 +36,9 @@ def imports(path: Path) -> list[str]:
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            found += [f"{node.module}.{alias.name}" if node.module == "rvllm" else str(node.module) for alias in node.names]
+            found += [
+                f"{node.module}.{alias.name}" if node.module == "rvllm" else str(node.module) for alias in node.names
+            ]
     return found
 
 

@@ -182,9 +182,7 @@ CASES: Mapping[str, Case] = {
     ),
     "qwen2-yarn": Case(
         "YaRN in the old spelling 'type', as Qwen 2.5 asks for long inputs",
-        _config(
-            _QWEN2, rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-        ),
+        _config(_QWEN2, rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}),
         lengths=(9, 60),
     ),
 }

@@ -1,6 +1,6 @@
 """Make the project's reference set with Hugging Face transformers, by hand; tests read what it wrote and need no torch.
 
-    pip install torch==2.13.0 transformers==5.24.0 safetensors tokenizers numpy gguf
+    pip install torch==2.13.0 transformers==5.24.0 safetensors tokenizers numpy gguf accelerate
     python -m tests.reference.make [--out FOLDER] [--only PATTERN]
     python -m tests.reference.make --smollm2 FILE.gguf
 
@@ -151,11 +151,14 @@ def scaled(name: str, noise: Any, tied: bool) -> Any:
 def measure(model: Any, index: int, length: int, reference: dict[str, npt.NDArray[Any]]) -> bool:
     """Add prompt `index` of `length` tokens to `reference`; False if its continuation is not clear-cut."""
     prompt = np.random.default_rng(1000 + index).integers(5, model.config.vocab_size - 4, length)
+    forget_lengths(model)
     logits = logits_of(model, prompt.tolist())
     recomputed = greedy_recomputed(model, prompt.tolist())
     if not clear_cut(recomputed, logits):
         return False
+    forget_lengths(model)
     cached = greedy_cached(model, prompt.tolist())
+    assert cached.ids[0] == logits[-1].argmax(), "an earlier pass has changed a later one"
     if not clear_cut(cached, logits):
         return False
     positions = np.arange(length) if length <= 9 else np.union1d(np.arange(0, length, 4), length - 1)
@@ -168,6 +171,11 @@ def measure(model: Any, index: int, length: int, reference: dict[str, npt.NDArra
         reference[f"greedy_recompute_{index}"] = recomputed.ids
         reference[f"gap_recompute_{index}"] = recomputed.gaps
     return True
+
+
+def forget_lengths(model: Any) -> None:
+    """Undo what longer sequences left behind: dynamic rope keeps the base of the longest pass until a short one."""
+    logits_of(model, [0])
 
 
 def clear_cut(continuation: Continuation, logits: Float32) -> bool:
@@ -253,6 +261,7 @@ def check_both_spellings(folder: Path, reference: dict[str, npt.NDArray[Any]]) -
             attn_implementation="eager",
         ).eval()
         for index in prompts_of(reference):
+            forget_lengths(model)
             logits = logits_of(model, reference[f"prompt_{index}"].tolist())[reference[f"positions_{index}"]]
             assert np.array_equal(logits, reference[f"logits_{index}"]), (folder.name, config, index)
 

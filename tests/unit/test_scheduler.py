@@ -34,7 +34,9 @@ def test_decoding_sequences_always_get_their_token_and_prompts_keep_the_budget(
     assert {id(s) for s in running if s.pending == 1} <= {id(c.sequence) for c in chunks}
     assert all(1 <= c.tokens <= c.sequence.pending for c in chunks)
     prompts = [c for c in chunks if c.sequence.pending > 1]
-    assert sum(c.tokens for c in chunks) <= max(budget, len(chunks) - len(prompts) + (prompts[0].tokens if prompts else 0))
+    assert sum(c.tokens for c in chunks) <= max(
+        budget, len(chunks) - len(prompts) + (prompts[0].tokens if prompts else 0)
+    )
     assert bool(chunks) == bool(running)
 
 

@@ -1,0 +1,143 @@
+"""How much faster the host sampler is than plain numpy (softmax, sort, cumulative sum, choice), row by row.
+
+    python -m benchmarks.sampling [--rows 64] [--vocabulary 32000] [--repeats 7]
+
+Outputs are checked first; where they are wrong nothing is timed and the exit code is 1. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rvllm.program.dtype import Float32
+from rvllm.sampling.draw import keep
+from rvllm.sampling.params import SamplingParams
+from rvllm.sampling.sampler import sample_batch
+
+# A mass this close to top_p may round to either side: the one place where the two sets may differ.
+BOUNDARY = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    logits: str  # uniform: flat over -10..10, as in the original's benchmark; peaked: as a trained model's
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+CASES = (
+    Case("top-p 0.9, flat logits", "uniform", 1.0, 0, 0.9),
+    Case("top-p 0.9, peaked logits", "peaked", 1.0, 0, 0.9),
+    Case("T 0.8, top-k 50, top-p 0.9", "uniform", 0.8, 50, 0.9),
+    Case("temperature only", "uniform", 1.0),
+    Case("greedy", "uniform", 0.0),
+)
+
+
+def naive_set(logits: Float32, case: Case) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Ids in order of probability, cut by top-k and top-p, and their probabilities."""
+    scaled = logits.astype(np.float64) / case.temperature
+    weights = np.exp(scaled - scaled.max())
+    order = np.argsort(-weights)
+    if case.top_k:
+        order = order[: case.top_k]
+    chances = weights[order] / weights[order].sum()
+    kept = int(np.searchsorted(np.cumsum(chances), case.top_p)) + 1 if case.top_p < 1 else order.size
+    return order[:kept], chances[:kept] / chances[:kept].sum()
+
+
+def naive_batch(batch: Float32, case: Case, random: np.random.Generator) -> list[int]:
+    """The reference: one token a row, the sort left out where no filter asks for it."""
+    if case.temperature == 0:
+        return [int(token) for token in batch.argmax(axis=1)]
+    tokens = []
+    for logits in batch:
+        if case.top_k or case.top_p < 1:
+            ids, chances = naive_set(logits, case)
+            tokens.append(int(random.choice(ids, p=chances)))
+        else:
+            weights = np.exp((logits - logits.max()) / np.float32(case.temperature))
+            sums = np.cumsum(weights, dtype=np.float64)
+            tokens.append(int(np.searchsorted(sums, random.random() * sums[-1], side="right")))
+    return tokens
+
+
+def our_batch(batch: Float32, case: Case, seed: int) -> list[int]:
+    outputs = sample_batch(batch, temperature=case.temperature, top_k=case.top_k, top_p=case.top_p, seed=seed)
+    return [output.token_id for output in outputs]
+
+
+def fault(batch: Float32, case: Case) -> str | None:
+    """What is wrong with our outputs, or None."""
+    tokens = our_batch(batch, case, seed=1)
+    if tokens != our_batch(batch, case, seed=1):
+        return "the same seed gave other tokens"
+    if case.temperature == 0:
+        return None if tokens == batch.argmax(axis=1).tolist() else "greedy is not the largest logit"
+    params = SamplingParams(temperature=case.temperature, top_k=case.top_k, top_p=case.top_p)
+    for logits, token in zip(batch, tokens):
+        kept = keep(logits, params).ids
+        if token not in kept:
+            return f"token {token} was filtered out, yet drawn"
+        ids, chances = naive_set(logits, case)
+        differing = np.setxor1d(kept, ids)
+        if differing.size > 1 or (differing.size and chances[-1] > BOUNDARY):
+            return f"{differing.size} tokens of {ids.size} are kept by one and not the other"
+    return None
+
+
+def best_s(run: Callable[[], object], repeats: int) -> float:
+    """Seconds of the fastest of `repeats` runs after one to warm up."""
+    run()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def make_logits(kind: str, rows: int, vocabulary: int) -> Float32:
+    random = np.random.default_rng(42)
+    if kind == "uniform":
+        return random.uniform(-10, 10, (rows, vocabulary)).astype(np.float32)
+    return (random.standard_normal((rows, vocabulary)) * 3.5).astype(np.float32)
+
+
+def measure(case: Case, rows: int, vocabulary: int, repeats: int) -> dict[str, object]:
+    batch = make_logits(case.logits, rows, vocabulary)
+    wrong = fault(batch, case)
+    if wrong:
+        raise SystemExit(f"{case.name}: {wrong}; nothing was timed")
+    random = np.random.default_rng(0)
+    naive_s = best_s(lambda: naive_batch(batch, case, random), repeats)
+    ours_s = best_s(lambda: our_batch(batch, case, seed=1), repeats)
+    ratio = naive_s / ours_s
+    print(f"{case.name:28} numpy {naive_s * 1e3:7.2f} ms   rvllm {ours_s * 1e3:7.2f} ms   {ratio:5.2f} times as fast")
+    return {"name": case.name, "numpy_s": naive_s, "rvllm_s": ours_s, "ratio": ratio}
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--vocabulary", type=int, default=32_000)
+    parser.add_argument("--repeats", type=int, default=7)
+    options = parser.parse_args(arguments)
+    cases = [measure(case, options.rows, options.vocabulary, options.repeats) for case in CASES]
+    about = {"machine": platform.machine(), "numpy": np.__version__, **vars(options)}
+    print(json.dumps({"benchmark": "sampling", **about, "cases": cases}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""The CUDA backend. Importing it touches no driver; `driver` does when it is asked."""

@@ -1,0 +1,165 @@
+"""Options that commands share, and how their values are read. Names are vLLM's; defaults are EngineConfig's.
+
+Numbers of tokens and bytes may have a unit: k m g t (or kB MB GB TB) are decimal, K M G T (or KiB ...) binary.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import click
+
+from rvllm.cli.main import debug_option
+from rvllm.config import BLOCK_SIZES, DEVICES, DTYPES, LOAD_FORMATS, EngineConfig
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgtKMGT])(i?B)?)?", re.ASCII)
+
+
+def size(text: str) -> int:
+    """A number with an optional unit: 1k is 1000, 1K and 1KiB are 1024, 1kB and 1KB are 1000. Raises ValueError."""
+    match = _SIZE.fullmatch(text.strip())
+    if not match:
+        raise ValueError(f"{text!r} is not a number with an optional unit, such as 4096, 32k, 32K or 24GiB")
+    number, unit, suffix = match.groups()
+    decimal = unit is None or suffix == "B" or (suffix is None and unit.islower())
+    power = "kmgt".index(unit.lower()) + 1 if unit else 0
+    value = float(number) * (1000 if decimal else 1024) ** power
+    if value != int(value):
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(value)
+
+
+def in_gib(nbytes: int) -> str:
+    """Bytes for people: 4.00 GiB, or 12.5 MiB where it is less than one."""
+    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.1f} MiB"
+
+
+class Size(click.ParamType):
+    """A positive number with a unit; where `auto` is allowed it reads as None."""
+
+    name = "size"
+
+    def __init__(self, *, auto: bool = False) -> None:
+        self._auto = auto
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        return "SIZE|auto" if self._auto else "SIZE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        if self._auto and value in ("auto", "-1"):  # -1 as in vLLM
+            return None
+        try:
+            number = value if isinstance(value, int) else size(value)
+        except ValueError as cause:
+            self.fail(str(cause), param, ctx)
+        if number <= 0:
+            self.fail(f"{value} is not above 0", param, ctx)
+        return number
+
+
+def chain(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Several options as one decorator, shown in this order."""
+
+    def decorate(command: Command) -> Command:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return decorate
+
+
+def setting(name: str, **how: Any) -> Callable[[Command], Command]:
+    """An option for EngineConfig's field of that name, with its default."""
+    return click.option("--" + name.replace("_", "-"), name, **{"default": DEFAULTS[name], **how})
+
+
+model_settings = chain(
+    setting("model", metavar="MODEL", show_default=True, help="Folder, GGUF file, or a name in the Hugging Face cache."),
+    setting("tokenizer", metavar="MODEL", help="Take the tokenizer from there instead."),
+    setting("device", type=click.Choice(DEVICES), show_default=True, help="Where to compute."),
+    setting("dtype", type=click.Choice(DTYPES), show_default=True, help="Of activations."),
+    setting("load_format", type=click.Choice(LOAD_FORMATS), show_default=True, help="dummy: random weights."),
+    setting("max_model_len", type=Size(auto=True), help="Tokens of prompt and output together.  [default: auto]"),
+    setting("kv_cache_memory_bytes", type=Size(), help=f"Of the key/value cache.  [default: {in_gib(DEFAULTS['kv_cache_memory_bytes'])}]"),
+    setting(
+        "block_size",
+        default=str(DEFAULTS["block_size"]),
+        type=click.Choice([str(tokens) for tokens in BLOCK_SIZES]),
+        callback=lambda context, parameter, value: int(value),
+        show_default=True,
+        help="Tokens of a cache block.",
+    ),
+    setting("chat_template", metavar="FILE|TEXT", help="A Jinja template instead of the model's own."),
+    setting(
+        "generation_config",
+        metavar="auto|vllm|FOLDER",
+        show_default=True,
+        help="Where sampling defaults come from: the model, nowhere, or a folder's generation_config.json.",
+    ),
+    setting("offline", is_flag=True, help="Never fetch the default model."),
+)
+"""Options that become EngineConfig's fields."""
+
+
+def comma_separated(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> list[int] | None:
+    """Whole numbers from `--option 1,2 --option 3`; None where the option was not given."""
+    try:
+        return [int(part) for value in values for part in value.split(",")] or None
+    except ValueError:
+        raise click.BadParameter(f"{','.join(values)!r} is not a list of whole numbers such as 2,50256") from None
+
+
+def json_object(context: click.Context, parameter: click.Parameter, text: str | None) -> dict[str, Any] | None:
+    """The JSON object that an option holds; None where it was not given."""
+    import json
+
+    try:
+        value = None if text is None else json.loads(text)
+    except ValueError as cause:
+        raise click.BadParameter(f"{text!r} is not valid JSON: {cause}") from None
+    if value is not None and not isinstance(value, dict):
+        raise click.BadParameter(f'{text!r} is not an object such as {{"42": -100}}')
+    return value
+
+
+sampling_options = chain(
+    click.option("--temperature", type=float, help="0: always the likeliest token.  [default: 0]"),
+    click.option("--top-p", type=float, help="Draw from the likeliest tokens with this share of probability."),
+    click.option("--top-k", type=int, help="Draw from this many likeliest tokens; 0: from all."),
+    click.option("--min-p", type=float, help="Draw from tokens this fraction as likely as the likeliest."),
+    click.option("--repetition-penalty", type=float, help="Above 1: tokens that were there before become unlikely."),
+    click.option("--presence-penalty", type=float, help="Subtracted once from tokens of the output."),
+    click.option("--frequency-penalty", type=float, help="Subtracted once an occurrence."),
+    click.option("--max-tokens", type=Size(), help="Of output.  [default: to the end of the context]"),
+    click.option("--min-tokens", type=int, help="No end of the text before this many."),
+    click.option("--stop", multiple=True, metavar="TEXT", help="End where this text comes up; may be repeated."),
+    click.option(
+        "--stop-token-ids",
+        multiple=True,
+        metavar="ID,ID,...",
+        callback=comma_separated,
+        help="End at one of these tokens.",
+    ),
+    click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-text token."),
+    click.option(
+        "--logit-bias", metavar="JSON", callback=json_object, help='Added to logits, as in \'{"42": -100}\'.'
+    ),
+    click.option("--seed", type=int, help="The same seed draws the same tokens."),
+)
+"""Options that become SamplingParams' fields. The model's generation_config.json stands for those not given."""
+
+talk_options = chain(
+    click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but errors."),
+    click.option("-v", "--verbose", is_flag=True, help="Say what was decided, too."),
+    debug_option,
+)
+
+system_option = click.option("--system", metavar="TEXT", help="A system message before the conversation.")
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

@@ -1,0 +1,255 @@
+"""One token for each row of logits: for the engine, and for the Python API. Knows no text and no device.
+
+The definition, in numpy, of what a request's history and wishes do to its logits; device kernels are held to it.
+Per row of float32 logits, cut at the vocabulary limit (ids beyond have no token and are never drawn or listed):
+
+1. logit_bias is added; ids outside allowed_token_ids, then forbidden ids, become -inf.
+2. For each distinct token of prompt and output, once: a positive logit is divided by repetition_penalty, another
+   multiplied (CTRL, Keskar et al. 2019, section 4.1). For each distinct token of the output alone:
+   frequency_penalty * count is taken off, then presence_penalty (OpenAI's API reference).
+3. to 5. `rvllm.sampling.draw`: greedy, or temperature, min_p, top_k, top_p and a Gumbel-max draw.
+
+Everything here is float32, each operation rounded. The engine's log-probabilities are of the raw logits, before
+step 1, as vLLM's are by default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from rvllm.errors import BadRequest, EngineError
+from rvllm.program.dtype import Float32
+from rvllm.sampling.draw import Kept, draw, everything, keep, log_softmax
+from rvllm.sampling.params import GREEDY_TEMPERATURE, SamplingParams
+from rvllm.sampling.philox import Int64, fresh_seed, offset_seed
+
+Row = Sequence[float] | npt.NDArray[np.floating]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingRow:
+    """What choosing one sequence's next token needs besides its logits.
+
+    seed            resolved: an int64 of this sequence alone
+    position        0 to 2**32 - 1, of the token to draw; never the same twice under one seed
+    prompt_ids      in any order, repeats allowed; read only when there is a repetition penalty
+    output_counts   how often each id stands in the output so far; read only when there are penalties
+    forbidden_ids   not to be drawn now: end-of-sequence and stop ids before min_tokens. Where they are all that
+                    allowed_token_ids leaves, they may be drawn after all
+    """
+
+    params: SamplingParams
+    seed: int
+    position: int
+    prompt_ids: Sequence[int] | Int64 = ()
+    output_counts: Mapping[int, int] = field(default_factory=dict)
+    forbidden_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A drawn token. Where params.logprobs is None, `logprob` is None and `top_logprobs` empty.
+
+    `top_logprobs` are the k best (id, logprob) high to low, ties by id, the chosen one among them or not;
+    fewer than k where the rest is impossible (-inf).
+    """
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+def sample_rows(logits: Float32, rows: Sequence[SamplingRow], vocab_limit: int) -> list[Sampled]:
+    """Choose one token a row. logits: (rows, vocab) float32, left unchanged; vocab_limit: ids that exist.
+
+    Raises EngineError where a row holds NaN, or nothing but -inf, below the limit.
+    """
+    assert logits.dtype == np.float32 and logits.ndim == 2, (logits.dtype, logits.shape)
+    assert len(rows) == logits.shape[0], (len(rows), logits.shape)
+    assert 0 < vocab_limit <= logits.shape[1], (vocab_limit, logits.shape)
+    if not rows:
+        return []
+    logits = logits[:, :vocab_limit]
+    _check_logits(logits.max(axis=1))
+    tokens = _choose(logits, rows)
+    return [_sampled(line, row.params, int(token)) for line, row, token in zip(logits, rows, tokens)]
+
+
+def _check_logits(best: Float32) -> None:
+    for bad, what in ((np.isnan(best), "NaN"), (best == -np.inf, "nothing but -inf")):
+        if bad.any():
+            raise EngineError(f"the logits of row {int(bad.argmax())} of {best.size} hold {what}")
+
+
+def _choose(logits: Float32, rows: Sequence[SamplingRow]) -> Int64:
+    tokens = np.empty(len(rows), np.int64)
+    plain = [index for index, row in enumerate(rows) if row.params.greedy and not _changes_logits(row)]
+    tokens[plain] = (logits if len(plain) == len(rows) else logits[plain]).argmax(axis=1)
+    chance: list[int] = []
+    kept: list[Kept] = []
+    for index in sorted(set(range(len(rows))).difference(plain)):
+        processed = process_logits(logits[index], rows[index])
+        if rows[index].params.greedy:
+            tokens[index] = processed.argmax()
+        else:
+            chance.append(index)
+            kept.append(keep(processed, rows[index].params))
+    tokens[chance] = draw(kept, [rows[index].seed for index in chance], [rows[index].position for index in chance])
+    return tokens
+
+
+def _changes_logits(row: SamplingRow) -> bool:
+    params = row.params
+    penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+    return penalised or bool(params.logit_bias or params.allowed_token_ids or row.forbidden_ids)
+
+
+@np.errstate(over="ignore")
+def process_logits(logits: Float32, row: SamplingRow) -> Float32:
+    """Steps 1 and 2 for one row, (vocab,) float32; the given array itself where nothing changes it."""
+    if not _changes_logits(row):
+        return logits
+    out = logits.copy()
+    if row.params.logit_bias:
+        ids, biases = _ids_and_values(row.params.logit_bias)
+        out[ids] += biases
+    out = _only_allowed(out, row)
+    _penalise(out, row)
+    if out.max() == -np.inf:
+        raise EngineError("the logits of every allowed token are -inf")
+    return out
+
+
+def _only_allowed(logits: Float32, row: SamplingRow) -> Float32:
+    allowed = row.params.allowed_token_ids
+    if allowed is not None:
+        only = np.full_like(logits, -np.inf)
+        only[list(allowed)] = logits[list(allowed)]
+        logits = only
+    if not row.forbidden_ids:
+        return logits
+    without = logits.copy()
+    without[_below(logits.size, row.forbidden_ids)] = -np.inf
+    # A request may allow its stop ids alone: its own contradiction must not leave a row with no token.
+    return without if without.max() > -np.inf else logits
+
+
+def _penalise(logits: Float32, row: SamplingRow) -> None:
+    params = row.params
+    counts = {token: count for token, count in row.output_counts.items() if count and token < logits.size}
+    ids, times = _ids_and_values(counts)
+    if params.repetition_penalty != 1:
+        # Each assignment below reads the old value: an id that stands here twice is penalised once.
+        seen = np.concatenate([_below(logits.size, row.prompt_ids), ids])
+        penalty = np.float32(params.repetition_penalty)
+        old = logits[seen]
+        logits[seen] = np.where(old > 0, old / penalty, old * penalty)
+    if params.frequency_penalty != 0:
+        logits[ids] -= np.float32(params.frequency_penalty) * times
+    if params.presence_penalty != 0:
+        logits[ids] -= np.float32(params.presence_penalty)
+
+
+def _below(limit: int, ids: Sequence[int] | Int64) -> Int64:
+    """Without ids of padded rows, which a prompt or a configuration may hold: they have no logit here."""
+    array = np.asarray(ids, np.int64)
+    return array[array < limit]
+
+
+def _ids_and_values(by_id: Mapping[int, float]) -> tuple[Int64, Float32]:
+    count = len(by_id)
+    return np.fromiter(by_id, np.int64, count), np.fromiter(by_id.values(), np.float32, count)
+
+
+def _sampled(logits: Float32, params: SamplingParams, token: int) -> Sampled:
+    if params.logprobs is None:
+        return Sampled(token)
+    return Sampled(token, *log_softmax(everything(logits), token, params.logprobs))
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOutput:
+    """The token, its ln probability, and the k best (id, ln probability), high to low, ties by id.
+
+    With temperature 0 of the given logits; above, of the distribution that was drawn from: after temperature,
+    min_p, top_k and top_p.
+    """
+
+    token_id: int
+    logprob: float
+    top_logprobs: tuple[tuple[int, float], ...]
+
+
+class Sampler:
+    """Draws one token from one row of logits on this machine's CPU. Keeps no state."""
+
+    def sample(
+        self,
+        logits: Row,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        logprobs: int | None = None,
+    ) -> SamplerOutput:
+        """Choose a token. logits: (vocab,) numbers, rounded to float32; `seed` None: by the system's entropy.
+
+        `logprobs` k lists the k best. Raises BadRequest where a parameter is out of range, the logits are no
+        row of numbers, or they leave no token to draw.
+        """
+        params = SamplingParams(
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, logprobs=logprobs
+        )
+        return _sample([logits], params)[0]
+
+
+def sample_batch(
+    logits_batch: Iterable[Row],
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    seed: int | None = None,
+) -> list[SamplerOutput]:
+    """Choose a token a row: row i gets what `Sampler.sample` gives with seed + i, wrapping within int64.
+
+    logits_batch: (rows, vocab) as one array, or rows one by one, each of its own length.
+    """
+    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
+    return _sample(logits_batch, params)
+
+
+def _sample(batch: Iterable[Row], params: SamplingParams) -> list[SamplerOutput]:
+    rows = [_row(row) for row in batch]
+    if params.temperature < GREEDY_TEMPERATURE:
+        kept = [everything(row) for row in rows]
+        tokens = [int(row.argmax()) for row in rows]
+    else:
+        first = fresh_seed() if params.seed is None else params.seed
+        kept = [keep(row, params) for row in rows]
+        tokens = draw(kept, [offset_seed(first, i) for i in range(len(rows))], [0] * len(rows)).tolist()
+    count = params.logprobs or 0
+    return [SamplerOutput(token, *log_softmax(some, token, count)) for some, token in zip(kept, tokens)]
+
+
+def _row(given: Row) -> Float32:
+    try:
+        with np.errstate(over="ignore"):
+            row = np.asarray(given, np.float32)
+    except (TypeError, ValueError) as cause:
+        raise BadRequest("logits are not all numbers", param="logits") from cause
+    if row.ndim != 1 or row.size == 0:
+        raise BadRequest(
+            f"logits have shape {row.shape}, the limit is one row of at least one number",
+            param="logits",
+            hint="sample takes one row, sample_batch takes a list of rows",
+        )
+    best = row.max()
+    if np.isnan(best) or best == -np.inf:
+        raise BadRequest(f"the largest logit is {best}, so no token can be drawn", param="logits")
+    return row

@@ -1,0 +1,195 @@
+"""The step loop over a model whose next token is a table: admission, batching, ends, aborts; no backend, no text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+
+from rvllm.engine.block_pool import blocks_for
+from rvllm.engine.engine import Engine, Limits
+from rvllm.engine.request import Request, TokenEvent
+from rvllm.errors import PromptTooLong
+from rvllm.program.dtype import F32
+from rvllm.program.ops import Kind, Tensor
+from rvllm.program.program import CacheGroup, Program, Step
+from rvllm.sampling.params import SamplingParams
+
+VOCAB, EOS = 32, 31
+
+
+class TableModel:
+    """Logits by the last token alone: the successor in `table`, else the same token again. Remembers its steps."""
+
+    def __init__(self, table: Mapping[int, int], groups: int = 1) -> None:
+        self.table = table
+        self.steps: list[Step] = []
+        output = Tensor("logits", ("rows", VOCAB), F32, Kind.ACTIVATION)
+        self.program = Program((), output, {}, (CacheGroup(None, 1, 2, F32, 1),) * groups)
+        self.written: set[tuple[int, int]] = set()
+
+    def forward(self, step: Step) -> np.ndarray:
+        self.steps.append(step)
+        logits = np.zeros((len(step.rows), VOCAB), dtype=np.float32)
+        for row, token in enumerate(step.ids[step.rows].tolist()):
+            logits[row, self.table.get(token, token)] = 10.0
+        return logits
+
+
+def engine(model: TableModel, **changes: int) -> Engine:
+    settings = {
+        "max_model_len": 64,
+        "block_size": 16,
+        "blocks": 8,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+        "prefill_chunk": 16,
+        "vocab_limit": VOCAB,
+    }
+    return Engine(model, Limits(**settings | changes, eos_ids=frozenset({EOS})))  # type: ignore[arg-type]
+
+
+def request(name: str, prompt: list[int], **params: object) -> Request:
+    return Request(name, tuple(prompt), SamplingParams(temperature=0, **params), seed=0)  # type: ignore[arg-type]
+
+
+def run(engine: Engine) -> dict[str, list[TokenEvent]]:
+    events: dict[str, list[TokenEvent]] = {}
+    while engine.busy:
+        for event in engine.step():
+            events.setdefault(event.request_id, []).append(event)
+    return events
+
+
+def tokens(events: list[TokenEvent]) -> list[int]:
+    return [event.token_id for event in events]
+
+
+def test_a_request_ends_at_its_eos() -> None:
+    runner = engine(TableModel({1: 2, 2: 3, 3: EOS}))
+    runner.add(request("a", [5, 1], max_tokens=None))
+    events = run(runner)["a"]
+    assert tokens(events) == [2, 3, EOS]
+    assert [event.finish_reason for event in events] == [None, None, "stop"] and events[-1].stop_id == EOS
+    assert runner.free_blocks == (8,)
+
+
+def test_ignore_eos_goes_on_and_still_obeys_stop_ids() -> None:
+    table = {1: EOS, EOS: 2, 2: 3}
+    runner = engine(TableModel(table))
+    runner.add(request("a", [1], max_tokens=5, ignore_eos=True))
+    runner.add(request("b", [1], max_tokens=5, ignore_eos=True, stop_token_ids=[2]))
+    events = run(runner)
+    assert tokens(events["a"]) == [EOS, 2, 3, 3, 3] and events["a"][-1].finish_reason == "length"
+    assert tokens(events["b"]) == [EOS, 2] and events["b"][-1].stop_id == 2
+
+
+def test_min_tokens_holds_the_end_back() -> None:
+    runner = engine(TableModel({1: EOS}))
+    runner.add(request("a", [1], max_tokens=9, min_tokens=3))
+    events = run(runner)["a"]
+    assert len(events) > 3 or events[-1].finish_reason == "length"
+    assert EOS not in tokens(events)[:3]
+
+
+def test_output_is_clamped_to_the_context() -> None:
+    runner = engine(TableModel({}))
+    runner.add(request("a", list(range(1, 20)), max_tokens=65535))
+    events = run(runner)["a"]
+    assert len(events) + 19 == 64 and events[-1].finish_reason == "length"
+
+
+def test_a_prompt_that_fills_the_context_is_refused_and_one_that_leaves_a_token_is_not() -> None:
+    runner = engine(TableModel({}))
+    with pytest.raises(PromptTooLong, match="64 tokens, the context is 64"):
+        runner.add(request("a", [1] * 64))
+    runner.add(request("b", [1] * 63, max_tokens=10))
+    assert len(run(runner)["b"]) == 1
+
+
+def test_more_requests_than_places_wait_their_turn_in_order() -> None:
+    runner = engine(TableModel({}), max_num_seqs=2)
+    for i in range(5):
+        runner.add(request(str(i), [i + 1], max_tokens=3))
+    first_seen: list[str] = []
+    while runner.busy:
+        events = runner.step()
+        assert len(events) <= 2
+        first_seen += [event.request_id for event in events if event.request_id not in first_seen]
+    assert first_seen == ["0", "1", "2", "3", "4"] and runner.free_blocks == (8,)
+
+
+def test_a_request_waits_until_all_its_blocks_are_free() -> None:
+    model = TableModel({})
+    runner = engine(model, max_num_seqs=8)
+    for i in range(3):
+        runner.add(request(str(i), [1] * 40, max_tokens=100))  # 63 cached tokens: 4 of 8 blocks each
+    events = run(runner)
+    assert all(len(e) == 24 for e in events.values())
+    assert max(len(step.kv_lengths) for step in model.steps) == 2 and runner.free_blocks == (8,)
+
+
+def test_two_sequences_never_write_the_same_slot() -> None:
+    model = TableModel({}, groups=2)
+    runner = engine(model)
+    for i in range(4):
+        runner.add(request(str(i), [1] * (5 + i), max_tokens=20))
+    run(runner)
+    for group in range(2):
+        for step in model.steps:
+            slots = step.slots[group]
+            assert len(set(slots.tolist())) == len(slots)
+            owners = np.repeat(np.arange(len(step.kv_lengths)), np.diff(step.query_starts))
+            expected = step.block_tables[group][owners, step.positions // 16] * 16 + step.positions % 16
+            assert np.array_equal(slots, expected)
+
+
+def test_an_abort_frees_everything_in_any_state() -> None:
+    runner = engine(TableModel({}), max_num_seqs=2)
+    for name in "abc":
+        runner.add(request(name, [1] * 30, max_tokens=None))
+    runner.abort("c")  # still waiting
+    runner.step()
+    runner.abort("a")  # in its prompt
+    while not runner.step():
+        pass
+    runner.abort("b")  # decoding
+    runner.abort("b")
+    runner.abort("unknown")
+    assert not runner.busy and runner.free_blocks == (8,)
+
+
+def test_a_long_prompt_is_read_in_chunks_while_others_decode() -> None:
+    model = TableModel({})
+    runner = engine(model)
+    runner.add(request("short", [1], max_tokens=12))
+    runner.step()
+    runner.add(request("long", [2] * 50, max_tokens=2))
+    events = run(runner)
+    assert len(events["short"]) == 11 and len(events["long"]) == 2
+    mixed = [step for step in model.steps if step.decode_tokens == 1 and len(step.ids) == 17]
+    assert len(mixed) == 3  # 16 of the prompt beside one decoding token, three times; then its last two
+
+
+def test_rope_lengths_are_the_prompts_for_its_tokens_and_then_the_tokens_own() -> None:
+    model = TableModel({})
+    runner = engine(model)
+    runner.add(request("a", [1] * 20, max_tokens=3))
+    run(runner)
+    lengths = np.concatenate([step.lengths for step in model.steps])
+    assert lengths.tolist() == [20] * 20 + [21, 22]
+
+
+def test_penalties_see_the_output_and_a_seeded_request_does_not_see_its_neighbours() -> None:
+    def alone(*neighbours: Request) -> list[int]:
+        runner = engine(TableModel({}), max_num_seqs=8)
+        for other in neighbours:
+            runner.add(other)
+        seeded = SamplingParams(temperature=1.5, seed=7, max_tokens=10, ignore_eos=True, frequency_penalty=2.0)
+        runner.add(Request("me", (3, 4), seeded, 7))
+        return tokens(run(runner)["me"])
+
+    others = [request(str(i), [i + 1] * (i + 1), max_tokens=4 + i) for i in range(3)]
+    assert alone() == alone(*others) and len(set(alone())) > 3
+    assert blocks_for(10, 16) == 1
