@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import sys
 import time
@@ -25,6 +26,8 @@ from rvllm.sampling.sampler import sample_batch
 
 # A mass this close to top_p may round to either side: the one place where the two sets may differ.
 BOUNDARY = 1e-6
+
+Drawn = tuple[int, float]  # token id, logprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,43 +60,53 @@ def naive_set(logits: Float32, case: Case) -> tuple[npt.NDArray[np.int64], npt.N
     return order[:kept], chances[:kept] / chances[:kept].sum()
 
 
-def naive_batch(batch: Float32, case: Case, random: np.random.Generator) -> list[int]:
-    """The reference: one token a row, the sort left out where no filter asks for it."""
-    if case.temperature == 0:
-        return [int(token) for token in batch.argmax(axis=1)]
-    tokens = []
-    for logits in batch:
-        if case.top_k or case.top_p < 1:
-            ids, chances = naive_set(logits, case)
-            tokens.append(int(random.choice(ids, p=chances)))
-        else:
-            weights = np.exp((logits - logits.max()) / np.float32(case.temperature))
-            sums = np.cumsum(weights, dtype=np.float64)
-            tokens.append(int(np.searchsorted(sums, random.random() * sums[-1], side="right")))
-    return tokens
+def naive_batch(batch: Float32, case: Case, random: np.random.Generator) -> list[Drawn]:
+    """The reference: a token and its logprob a row, the sort left out where no filter asks for it."""
+    return [naive_draw(logits, case, random) for logits in batch]
 
 
-def our_batch(batch: Float32, case: Case, seed: int) -> list[int]:
+def naive_draw(logits: Float32, case: Case, random: np.random.Generator) -> Drawn:
+    if case.top_k or case.top_p < 1:
+        ids, chances = naive_set(logits, case)
+        place = int(random.choice(ids.size, p=chances))
+        return int(ids[place]), math.log(chances[place])
+    best = int(logits.argmax())
+    weights = np.exp((logits - logits[best]) / np.float32(case.temperature or 1.0))
+    sums = np.cumsum(weights, dtype=np.float64) if case.temperature else None
+    if sums is None:
+        return best, -math.log(weights.sum())
+    token = int(np.searchsorted(sums, random.random() * sums[-1], side="right"))
+    return token, math.log(weights[token] / sums[-1])
+
+
+def our_batch(batch: Float32, case: Case, seed: int) -> list[Drawn]:
     outputs = sample_batch(batch, temperature=case.temperature, top_k=case.top_k, top_p=case.top_p, seed=seed)
-    return [output.token_id for output in outputs]
+    return [(output.token_id, output.logprob) for output in outputs]
 
 
 def fault(batch: Float32, case: Case) -> str | None:
     """What is wrong with our outputs, or None."""
-    tokens = our_batch(batch, case, seed=1)
-    if tokens != our_batch(batch, case, seed=1):
+    drawn = our_batch(batch, case, seed=1)
+    if drawn != our_batch(batch, case, seed=1):
         return "the same seed gave other tokens"
+    return next(filter(None, (row_fault(logits, case, *one) for logits, one in zip(batch, drawn))), None)
+
+
+def row_fault(logits: Float32, case: Case, token: int, logprob: float) -> str | None:
+    """Our token must be in the reference's set, our set be that set, and our logprob its logprob."""
     if case.temperature == 0:
-        return None if tokens == batch.argmax(axis=1).tolist() else "greedy is not the largest logit"
-    params = SamplingParams(temperature=case.temperature, top_k=case.top_k, top_p=case.top_p)
-    for logits, token in zip(batch, tokens):
-        kept = keep(logits, params).ids
-        if token not in kept:
-            return f"token {token} was filtered out, yet drawn"
-        ids, chances = naive_set(logits, case)
-        differing = np.setxor1d(kept, ids)
-        if differing.size > 1 or (differing.size and chances[-1] > BOUNDARY):
-            return f"{differing.size} tokens of {ids.size} are kept by one and not the other"
+        expected = naive_draw(logits, case, np.random.default_rng())
+        same = token == expected[0] and abs(logprob - expected[1]) < 1e-4
+        return None if same else f"greedy gave {(token, logprob)}, not {expected}"
+    ids, chances = naive_set(logits, case)
+    kept = keep(logits, SamplingParams(temperature=case.temperature, top_k=case.top_k, top_p=case.top_p)).ids
+    differing = np.setxor1d(kept, ids)
+    if differing.size > 1 or (differing.size and chances[-1] > BOUNDARY):
+        return f"{differing.size} tokens of {ids.size} are kept by one and not the other"
+    if token not in kept:
+        return f"token {token} was filtered out, yet drawn"
+    if token in ids and abs(math.log(chances[ids == token][0]) - logprob) > 1e-4:
+        return f"token {token} has logprob {logprob}, not {math.log(chances[ids == token][0])}"
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import sys
@@ -70,10 +71,8 @@ def converse(conversation: Conversation, talk: Talk) -> None:
 
 def terminal_lines() -> Iterator[str]:
     """Lines as they are typed, until Ctrl-D or Ctrl-C."""
-    try:
+    with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (input() then edits lines and remembers them)
-    except ImportError:
-        pass
     while True:
         try:
             if sys.stdout.isatty():

@@ -17,7 +17,7 @@ from rvllm.config import BLOCK_SIZES, DEVICES, DTYPES, LOAD_FORMATS, EngineConfi
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(EngineConfig)}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgtKMGT])(i?B)?)?", re.ASCII)
 
 
@@ -40,7 +40,7 @@ def in_gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.1f} MiB"
 
 
-class Size(click.ParamType):
+class Size(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic from click 8.5 on
     """A positive number with a unit; where `auto` is allowed it reads as None."""
 
     name = "size"
@@ -80,13 +80,17 @@ def setting(name: str, **how: Any) -> Callable[[Command], Command]:
 
 
 model_settings = chain(
-    setting("model", metavar="MODEL", show_default=True, help="Folder, GGUF file, or a name in the Hugging Face cache."),
+    setting("model", metavar="MODEL", show_default=True, help="A folder, GGUF file, or name in Hugging Face's cache."),
     setting("tokenizer", metavar="MODEL", help="Take the tokenizer from there instead."),
     setting("device", type=click.Choice(DEVICES), show_default=True, help="Where to compute."),
     setting("dtype", type=click.Choice(DTYPES), show_default=True, help="Of activations."),
     setting("load_format", type=click.Choice(LOAD_FORMATS), show_default=True, help="dummy: random weights."),
     setting("max_model_len", type=Size(auto=True), help="Tokens of prompt and output together.  [default: auto]"),
-    setting("kv_cache_memory_bytes", type=Size(), help=f"Of the key/value cache.  [default: {in_gib(DEFAULTS['kv_cache_memory_bytes'])}]"),
+    setting(
+        "kv_cache_memory_bytes",
+        type=Size(),
+        help=f"Of the key/value cache.  [default: {in_gib(DEFAULTS['kv_cache_memory_bytes'])}]",
+    ),
     setting(
         "block_size",
         default=str(DEFAULTS["block_size"]),
@@ -136,7 +140,7 @@ sampling_options = chain(
     click.option("--repetition-penalty", type=float, help="Above 1: tokens that were there before become unlikely."),
     click.option("--presence-penalty", type=float, help="Subtracted once from tokens of the output."),
     click.option("--frequency-penalty", type=float, help="Subtracted once an occurrence."),
-    click.option("--max-tokens", type=Size(), help="Of output.  [default: to the end of the context]"),
+    click.option("--max-tokens", type=int, help="Of output.  [default: to the end of the context]"),
     click.option("--min-tokens", type=int, help="No end of the text before this many."),
     click.option("--stop", multiple=True, metavar="TEXT", help="End where this text comes up; may be repeated."),
     click.option(
@@ -147,9 +151,7 @@ sampling_options = chain(
         help="End at one of these tokens.",
     ),
     click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-text token."),
-    click.option(
-        "--logit-bias", metavar="JSON", callback=json_object, help='Added to logits, as in \'{"42": -100}\'.'
-    ),
+    click.option("--logit-bias", metavar="JSON", callback=json_object, help="Added to logits, as in '{\"42\": -100}'."),
     click.option("--seed", type=int, help="The same seed draws the same tokens."),
 )
 """Options that become SamplingParams' fields. The model's generation_config.json stands for those not given."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,9 @@ _AT_FIRST: Mapping[str, Any] = {"temperature": 0.0, "max_tokens": None}
 
 def split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(sampling parameters that were given, the rest: EngineConfig's fields). Raises UsageError for bad parameters."""
-    given = {name: options[name] for name in SAMPLING_NAMES if options.get(name) not in (None, (), False)}
+    asked = {name: options.get(name) for name in SAMPLING_NAMES}
+    # 0 is an answer; only what an option has when it is left out is not.
+    given = {name: value for name, value in asked.items() if value is not None and value is not False and value != ()}
     try:
         SamplingParams(**{**_AT_FIRST, **given})  # before the model is loaded
     except BadRequest as cause:
@@ -88,6 +90,7 @@ def complete(
     result = Completion(len(prompt_ids))
     started_s = time.perf_counter()
     stream = llm.stream(prompt_ids, params)
+    assert isinstance(stream, Generator), stream
     for delta in stream:
         result.total_s = time.perf_counter() - started_s
         if delta.token_ids and result.first_token_s is None:
@@ -99,6 +102,5 @@ def complete(
         if delta.text:
             write(delta.text)
         if stopped():
-            break
-    stream.close()
+            stream.close()
     return result

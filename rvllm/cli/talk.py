@@ -14,7 +14,7 @@ PATIENCE_S = 1.0
 
 
 class Talk:
-    """Notes and progress bars on stderr; bars only on a terminal. A context manager, so that no bar stays half drawn."""
+    """Notes and progress bars on stderr; bars only on a terminal. A context manager: no bar stays half drawn."""
 
     def __init__(self, *, quiet: bool = False, verbose: bool = False) -> None:
         self._quiet = quiet

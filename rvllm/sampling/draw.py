@@ -19,7 +19,7 @@ lies within 2**-20 of top_p, and where two scores lie within 2**-20 of each othe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,19 +27,22 @@ import numpy.typing as npt
 
 from rvllm.program.dtype import Float32
 from rvllm.sampling.params import SamplingParams
-from rvllm.sampling.philox import Int64, uniform
+from rvllm.sampling.philox import Int64, uniform, uniform_row
 
 _MASS_UNIT = np.float32(2.0**40)
 _NUCLEUS_SIZES = (1024, 8192)  # most nuclei are small: sorting a few largest logits finds them
-_DRAW_TOKENS = 1 << 15  # tokens whose noise is made in one go: arrays that stay in the cache
+_GROUP_TOKENS = 1 << 14  # kept tokens of the rows that are drawn together
+_PIECE = 1 << 13  # logits weighed at once: larger arrays leave the cache, and go back to the system each time
+_NO_IDS = np.empty(0, np.int64)
+_BOUND_SLACK = 1e-3
 _LOWEST = np.finfo(np.float32).min
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
-    """The tokens that may be drawn, (n,) each: ids int64 ascending, their logits, and x of step 3 (best: 0)."""
+    """The tokens that may be drawn, (n,) each: ids ascending, their logits, and x of step 3 (best: 0)."""
 
-    ids: Int64
+    ids: Int64 | range
     logits: Float32
     x: Float32
 
@@ -67,7 +70,7 @@ def keep(logits: Float32, params: SamplingParams) -> Kept:
 
 
 def _all_kept(logits: Float32, best: np.float32, temperature: float) -> Kept:
-    return Kept(np.arange(logits.size), logits, _scaled(logits, best, temperature))
+    return Kept(range(logits.size), logits, _scaled(logits, best, temperature))
 
 
 def _min_p_floor(best: np.float32, params: SamplingParams) -> np.float32:
@@ -87,7 +90,8 @@ def _scaled(logits: Float32, best: np.float32, temperature: float) -> Float32:
 
 def _nucleus(values: Float32, best: np.float32, params: SamplingParams) -> Float32:
     """The values, descending, of the shortest prefix whose mass reaches top_p of the whole."""
-    total = int(_masses(values, best, params.temperature).sum())
+    pieces = range(0, values.size, _PIECE)
+    total = sum(int(_masses(values[at : at + _PIECE], best, params.temperature).sum()) for at in pieces)
     need = max(1, math.ceil(params.top_p * total))
     for size in (*_NUCLEUS_SIZES, values.size):
         head = np.ascontiguousarray(np.sort(_largest(values, size))[::-1])
@@ -120,52 +124,72 @@ def _first(logits: Float32, threshold: np.float32, count: int) -> Int64:
     return np.delete(ids, np.flatnonzero(logits[ids] == threshold)[-surplus:])
 
 
-def draw(kept: Sequence[Kept], seeds: Sequence[int], positions: Sequence[int]) -> Int64:
-    """Step 5: one token a row, (rows,) int64. Noise is made for many short rows, or one long one, at a time."""
-    tokens = np.empty(len(kept), np.int64)
-    for part in _groups([row.ids.size for row in kept]):
-        rows = kept[part]
-        lengths = [row.ids.size for row in rows]
-        ids = np.concatenate([row.ids for row in rows])
-        noise = _gumbel(_spread(seeds[part], lengths), _spread(positions[part], lengths), ids)
-        scores = np.concatenate([row.x for row in rows]) + noise
-        ends = np.cumsum(lengths)
-        tokens[part] = [ids[end - n + scores[end - n : end].argmax()] for n, end in zip(lengths, ends)]
-    return tokens
+def draw(kept: Iterable[Kept], seeds: Sequence[int], positions: Sequence[int]) -> Iterator[tuple[Kept, int]]:
+    """Step 5: for each row, itself and the place in it that was drawn.
+
+    The random numbers of short rows are made together. Rows are taken as they are needed: few are held at once.
+    """
+    group: list[tuple[Kept, int, int]] = []
+    tokens = 0
+    for row, seed, position in zip(kept, seeds, positions):
+        group.append((row, seed, position))
+        tokens += row.x.size
+        if tokens >= _GROUP_TOKENS:
+            yield from _draw_group(group)
+            group, tokens = [], 0
+    yield from _draw_group(group)
 
 
-def _groups(lengths: Sequence[int]) -> Iterator[slice]:
-    start, tokens = 0, 0
-    for index, length in enumerate(lengths):
-        if tokens and tokens + length > _DRAW_TOKENS:
-            yield slice(start, index)
-            start, tokens = index, 0
-        tokens += length
-    if tokens:
-        yield slice(start, len(lengths))
+def _draw_group(group: Sequence[tuple[Kept, int, int]]) -> Iterator[tuple[Kept, int]]:
+    short = [one for one in group if not _dense(one[0].ids)]
+    lengths = [row.x.size for row, _, _ in short]
+    ids = np.concatenate([_NO_IDS, *(row.ids for row, _, _ in short)])
+    seeds = np.repeat(np.array([seed for _, seed, _ in short], np.int64), lengths)
+    positions = np.repeat(np.array([position for _, _, position in short], np.int64), lengths)
+    shares = iter(np.split(uniform(seeds, positions, ids), np.cumsum(lengths, dtype=np.int64)))
+    for row, seed, position in group:
+        if _dense(row.ids):
+            numbers = uniform_row(seed, position, int(row.ids[-1]) + 1)
+            yield row, _winner(row.x, numbers if isinstance(row.ids, range) else numbers[row.ids])
+        else:
+            yield row, _winner(row.x, next(shares))
 
 
-def _spread(values: Sequence[int], lengths: Sequence[int]) -> int | Int64:
-    """One value a token; a single row's stays single, which is cheaper."""
-    return values[0] if len(values) == 1 else np.repeat(np.asarray(values, np.int64), lengths)
+def _dense(ids: Int64 | range) -> bool:
+    """Whether making every block of four up to the last id is less work than one block for each id."""
+    return int(ids[-1]) < 4 * len(ids)
 
 
-def _gumbel(seeds: int | Int64, positions: int | Int64, ids: Int64) -> npt.NDArray[np.float64]:
+def _winner(x: Float32, numbers: Float32) -> int:
+    """The place of the largest x + g; x: (n,) with a 0, numbers: (n,) in (0, 1).
+
+    -ln(1 - v) > v, so x - ln(v) bounds a score from above, and in float32 it is cheap. Only the places whose
+    bound reaches the score of the best bound are computed in full.
+    """
+    bound = x - np.log(numbers)
+    likely = int(bound.argmax())
+    # The winner's score is between -3 and 23, where bounds in float32 err by less than 1e-5.
+    least = _scores(x[likely : likely + 1], numbers[likely : likely + 1])[0] - _BOUND_SLACK
+    places = np.flatnonzero(bound >= np.float32(least))
+    return int(places[_scores(x[places], numbers[places]).argmax()])
+
+
+def _scores(x: Float32, numbers: Float32) -> npt.NDArray[np.float64]:
     # In float64, 1 - v is exact: the same as log1p(-v), which a kernel in float32 uses, and faster here.
-    noise: npt.NDArray[np.float64] = -np.log(-np.log(1.0 - uniform(seeds, positions, ids).astype(np.float64)))
-    return noise
+    noise: npt.NDArray[np.float64] = -np.log(-np.log(1.0 - numbers.astype(np.float64)))
+    return x + noise
 
 
-def log_softmax(kept: Kept, token: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
-    """ln softmax over `kept`: of `token`, and the `count` best (id, logprob), high to low, ties by id.
+def log_softmax(kept: Kept, place: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
+    """ln softmax over `kept`: at `place`, and the `count` best (id, logprob), high to low, ties by id.
 
     The terms of the sum are float32, the sum float64: the error is below 1e-6. -inf is never listed.
     """
     normaliser = math.log(np.exp(kept.x).sum(dtype=np.float64))
-    own = float(kept.x[np.searchsorted(kept.ids, token)]) - normaliser
-    count = min(count, int(np.count_nonzero(kept.x > -np.inf)))
+    own = float(kept.x[place]) - normaliser
     if count == 0:
         return own, ()
+    count = min(count, int(np.count_nonzero(kept.x > -np.inf)))
     places = _first(kept.logits, _largest(kept.logits, count).min(), count)
     places = places[np.argsort(-kept.logits[places], kind="stable")]
-    return own, tuple((int(kept.ids[place]), float(kept.x[place]) - normaliser) for place in places)
+    return own, tuple((int(kept.ids[best]), float(kept.x[best]) - normaliser) for best in places)

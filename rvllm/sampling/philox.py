@@ -23,6 +23,7 @@ _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _KEY_STEPS = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
+_PIECE = 1 << 13  # blocks made at once: arrays of 64 KB stay in the cache over the ten rounds
 
 UNIT_MIN = 2.0**-33
 UNIT_MAX = 1.0 - 2.0**-24
@@ -71,34 +72,34 @@ def uniform(seed: int | Int64, position: int | Int64, ids: Int64) -> Float32:
     low and high half, the counter (id // 4, position, 0, 0), the word number id % 4 of the four.
     """
     assert ids.ndim == 1, ids.shape
-    if ids.size == 0:
-        return np.empty(0, np.float32)
-    seeds, positions = np.atleast_1d(np.asarray(seed, np.int64)), np.atleast_1d(np.asarray(position, np.int64))
-    first = int(ids[0]) >> 2
-    span = (int(ids[-1]) >> 2) - first + 1
-    # Four neighbouring ids share a block: where one row keeps most of its ids, all its blocks are made, once each.
-    if seeds.size == positions.size == 1 and 0 < span <= ids.size:
-        words = _block_words(seeds, positions, np.arange(first, first + span))
-        return unit_float(words.reshape(-1)[ids - 4 * first])
-    words = _block_words(seeds, positions, ids >> 2)
+    seeds, positions = np.broadcast_to(seed, ids.shape), np.broadcast_to(position, ids.shape)
+    words = _block_words(np.asarray(seeds, np.int64), np.asarray(positions, np.int64), ids >> 2)
     return unit_float(words[np.arange(ids.size), ids & 3])
+
+
+def uniform_row(seed: int, position: int, size: int) -> Float32:
+    """What `uniform` gives for ids 0 to size - 1, (size,), with each block of four made once."""
+    blocks = np.arange((size + 3) // 4)
+    seeds, positions = np.array([seed], np.int64), np.array([position], np.int64)
+    return unit_float(_block_words(seeds, positions, blocks).reshape(-1)[:size])
 
 
 def _block_words(seeds: Int64, positions: Int64, blocks: Int64) -> npt.NDArray[np.uint32]:
     """(n, 4) uint32: the four words of each block (n,); seeds and positions (n,) or (1,)."""
-    keys = seeds.astype(np.uint64)  # wraps: two's complement
-    places = positions.astype(np.uint64)
     words = np.empty((blocks.size, 4), np.uint32)
-    step = 1 << 13  # arrays of 64 KB stay in the cache over the ten rounds
-    for start in range(0, blocks.size, step):
-        part = slice(start, start + step)
-        key = keys if keys.size == 1 else keys[part]
-        low = blocks[part].astype(np.uint64)
-        place = np.broadcast_to(places if places.size == 1 else places[part], low.shape)
-        zero = np.zeros_like(low)
-        for lane, word in enumerate(philox4x32((low, place, zero, zero), (key & _LOW, key >> _HALF))):
+    for start in range(0, blocks.size, _PIECE):
+        part = slice(start, start + _PIECE)
+        # To uint64 a negative seed wraps, as two's complement.
+        key, place, block = (_piece(array, part).astype(np.uint64) for array in (seeds, positions, blocks))
+        zero = np.zeros_like(block)
+        counter = (block, np.broadcast_to(place, block.shape), zero, zero)
+        for lane, word in enumerate(philox4x32(counter, (key & _LOW, key >> _HALF))):
             words[part, lane] = word
     return words
+
+
+def _piece(array: Int64, part: slice) -> Int64:
+    return array if array.size == 1 else array[part]
 
 
 def fresh_seed() -> int:

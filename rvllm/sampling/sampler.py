@@ -89,16 +89,13 @@ def _choose(logits: Float32, rows: Sequence[SamplingRow]) -> Int64:
     tokens = np.empty(len(rows), np.int64)
     plain = [index for index, row in enumerate(rows) if row.params.greedy and not _changes_logits(row)]
     tokens[plain] = (logits if len(plain) == len(rows) else logits[plain]).argmax(axis=1)
-    chance: list[int] = []
-    kept: list[Kept] = []
-    for index in sorted(set(range(len(rows))).difference(plain)):
-        processed = process_logits(logits[index], rows[index])
-        if rows[index].params.greedy:
-            tokens[index] = processed.argmax()
-        else:
-            chance.append(index)
-            kept.append(keep(processed, rows[index].params))
-    tokens[chance] = draw(kept, [rows[index].seed for index in chance], [rows[index].position for index in chance])
+    for index, row in enumerate(rows):
+        if row.params.greedy and _changes_logits(row):
+            tokens[index] = process_logits(logits[index], row).argmax()
+    chance = [index for index, row in enumerate(rows) if not row.params.greedy]
+    kept = (keep(process_logits(logits[index], rows[index]), rows[index].params) for index in chance)
+    drawn = draw(kept, [rows[index].seed for index in chance], [rows[index].position for index in chance])
+    tokens[chance] = [row.ids[place] for row, place in drawn]
     return tokens
 
 
@@ -226,15 +223,15 @@ def sample_batch(
 
 def _sample(batch: Iterable[Row], params: SamplingParams) -> list[SamplerOutput]:
     rows = [_row(row) for row in batch]
+    drawn: Iterable[tuple[Kept, int]]
     if params.temperature < GREEDY_TEMPERATURE:
-        kept = [everything(row) for row in rows]
-        tokens = [int(row.argmax()) for row in rows]
+        drawn = ((everything(row), int(row.argmax())) for row in rows)
     else:
         first = fresh_seed() if params.seed is None else params.seed
-        kept = [keep(row, params) for row in rows]
-        tokens = draw(kept, [offset_seed(first, i) for i in range(len(rows))], [0] * len(rows)).tolist()
+        seeds = [offset_seed(first, index) for index in range(len(rows))]
+        drawn = draw((keep(row, params) for row in rows), seeds, [0] * len(rows))
     count = params.logprobs or 0
-    return [SamplerOutput(token, *log_softmax(some, token, count)) for some, token in zip(kept, tokens)]
+    return [SamplerOutput(int(kept.ids[place]), *log_softmax(kept, place, count)) for kept, place in drawn]
 
 
 def _row(given: Row) -> Float32:

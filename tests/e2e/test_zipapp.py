@@ -65,7 +65,7 @@ def cache(tmp_path: Path) -> Path:
 
 def environment(cache: Path | None, **more: str) -> dict[str, str]:
     chosen = {} if cache is None else {"RVLLM_CACHE": str(cache)}
-    return {"PATH": os.environ["PATH"], "HOME": "/proc", "LC_ALL": "C.UTF-8"} | chosen | more
+    return {"PATH": os.environ["PATH"], "HOME": "/proc", "TMPDIR": "/proc", "LC_ALL": "C.UTF-8"} | chosen | more
 
 
 def run(

@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
-import os
 import shutil
 import zlib
 from collections.abc import Iterator
@@ -69,6 +68,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
+    torch.set_grad_enabled(False)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     if options.smollm2:
@@ -122,7 +122,6 @@ def search_seed(name: str, case: Case, model: Any) -> tuple[int, dict[str, npt.N
     raise SystemExit(f"{name}: none of {SEEDS_TRIED} seeds gives clear-cut greedy continuations")
 
 
-@torch.no_grad()
 def fill(model: Any, seed: int, stored: Any) -> None:
     """Draw every parameter and round it to `stored`, kept as float32.
 
@@ -183,7 +182,6 @@ def clear_cut(continuation: Continuation, logits: Float32) -> bool:
     return far and len(set(continuation.ids.tolist())) >= FEWEST_DISTINCT_TOKENS
 
 
-@torch.no_grad()
 def logits_of(model: Any, ids: list[int]) -> Float32:
     """Logits of every position, float32 (tokens, vocabulary), in one forward pass without a cache."""
     logits: Float32 = model(torch.tensor([ids]), use_cache=False).logits[0].float().numpy()
@@ -200,7 +198,6 @@ def greedy_recomputed(model: Any, ids: list[int]) -> Continuation:
     return Continuation(np.array(sequence[len(ids) :], np.int64), np.array(gaps, np.float32))
 
 
-@torch.no_grad()
 def greedy_cached(model: Any, ids: list[int]) -> Continuation:
     """Greedy continuation as transformers' own generate gives it, with its cache, EOS ignored."""
     result = model.generate(
@@ -223,7 +220,7 @@ def write_model(folder: Path, case: Case, model: Any) -> None:
     """Both config spellings, the generation defaults and the weights in their stored dtype."""
     model.to(getattr(torch, case.config["torch_dtype"]))
     model.save_pretrained(folder, **({"max_shard_size": case.shard_size} if case.shard_size else {}))
-    os.replace(folder / "config.json", folder / "config.v5.json")
+    (folder / "config.json").replace(folder / "config.v5.json")
     write_json(folder / "config.json", case.published_config())
     ids = {key: case.config[key] for key in ("bos_token_id", "eos_token_id")}
     write_json(folder / "generation_config.json", {**ids, "transformers_version": "4.44.0"})

@@ -50,7 +50,6 @@ def load_tokenizer(gguf: Path) -> Any:
     return tokenizer
 
 
-@torch.no_grad()
 def sample(model: Any, tokenizer: Any, prompt: str, *, chat: bool) -> dict[str, Any]:
     text = prompt
     if chat:

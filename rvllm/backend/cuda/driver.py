@@ -18,6 +18,7 @@ OLDEST_CUDA = (12, 0)
 """What cuda-bindings needs: cuGetProcAddress_v2 came with CUDA 12.0, driver R525."""
 
 _NAME_BYTES = 256
+_NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 _HIDING = "CUDA_VISIBLE_DEVICES"
 _HINTS = {
     "CUDA_ERROR_NO_DEVICE": "run `nvidia-smi`; in a container, start it with --gpus all",
@@ -50,7 +51,7 @@ def devices(binding: Any = None) -> list[Gpu]:
     driver_version(cuda)
     (status,) = cuda.cuInit(0)
     count = 0
-    if status.name != "CUDA_ERROR_NO_DEVICE":
+    if int(status) != _NO_DEVICE:
         check("cuInit", (status,))
         count = check("cuDeviceGetCount", cuda.cuDeviceGetCount())
     if count == 0:
@@ -96,7 +97,7 @@ def unusable_driver(cause: RuntimeError, number: int | None) -> DeviceError:
             f"there is no usable NVIDIA driver: its library {LIBRARY} was not found",
             hint="install the NVIDIA driver (a CUDA toolkit is not needed); in a container, start it with --gpus all",
         )
-    if 0 < number and _version(number) < OLDEST_CUDA:
+    if number > 0 and _version(number) < OLDEST_CUDA:
         return _too_old(_version(number))
     return DeviceError(f"the NVIDIA driver's library {LIBRARY} cannot be used: {cause}")
 
