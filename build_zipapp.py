@@ -174,9 +174,7 @@ def locked_wheels(python: str, folder: Path) -> list[Path]:
     """The wheels that the lock names for `python`: from `folder`, and fetched into it where missing."""
     requirements = read_lock(ROOT / "build_zipapp.lock").get(python)
     if requirements is None:
-        raise SystemExit(
-            f"build_zipapp: Python {python} is not in build_zipapp.lock. hint: one of {', '.join(PYTHONS)}"
-        )
+        raise SystemExit(f"build_zipapp: Python {python} is not in build_zipapp.lock. hint: write it with --lock")
     hashes = {line.rpartition("sha256:")[2]: line for line in requirements}
     missing = [line for digest, line in hashes.items() if digest not in wheels_by_hash(folder)]
     if missing:
@@ -399,8 +397,12 @@ def main() -> None:
     if options.lock:
         write_lock(ROOT / "build_zipapp.lock")
         return
-    pythons = sorted(set(options.python or [running]), key=PYTHONS.index)
-    build(pythons, options.output, options.wheels)
+    wanted = set(options.python or [running])
+    if wanted - set(PYTHONS):
+        parser.error(
+            f"a file can be for Python {', '.join(PYTHONS)}, not for {', '.join(sorted(wanted - set(PYTHONS)))}"
+        )
+    build([python for python in PYTHONS if python in wanted], options.output, options.wheels)
     content = options.output.read_bytes()
     print(f"{options.output}  {len(content) / 1e6:.1f} MB  sha256 {sha256(content)}")
 

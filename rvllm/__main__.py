@@ -43,22 +43,24 @@ def run(arguments: list[str], interrupts: Interrupts) -> int:
     if arguments == ["--version"]:  # answered without click, which is the slower half of a start
         print(f"rvllm {VERSION}")
         return 0
-    from rvllm.cli.failure import Debug, aborted, report
+    from rvllm.cli.failure import Debug, leaving, report
 
     debug = Debug(os.environ.get("RVLLM_DEBUG", "") not in ("", "0"))
     try:
         from rvllm.cli.main import commands
 
-        return commands.main(arguments, "rvllm", standalone_mode=False, obj=debug) or 0
-    except SystemExit as stop:  # click's answer to a closed pipe, and to a request for shell completion
-        return stop.code if isinstance(stop.code, int) else 1
+        # Not commands.main: that writes an empty line at an interrupt, and takes a closed pipe for itself.
+        with commands.make_context("rvllm", list(arguments), obj=debug) as context:
+            commands.invoke(context)
+        return 0
     except BrokenPipeError:
         raise
     except Exception as error:
         # Code of others can turn an interrupt into an error of its own: an import that fails, say.
-        if interrupts.seen or aborted(error):
+        if interrupts.seen:
             raise KeyboardInterrupt from None
-        return report(error, debug)
+        code = leaving(error)
+        return report(error, debug) if code is None else code
 
 
 class Interrupts:

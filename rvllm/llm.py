@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -89,17 +90,17 @@ class LLM:
         source = open_source(files, dummy=dummy, warn=warn)
         self.tokenizer = _tokenizer(self.config, files, progress)
         self.tokenizer.check_fits(source.config.vocab_size)
-        eos = self.tokenizer.eos_token_id
         self._engine: Engine = load_engine(
             source,
             self.config,
             vocab_limit=self.tokenizer.vocab_size,
-            eos_ids=frozenset() if eos is None else frozenset({eos}),
+            eos_ids=frozenset(self.tokenizer.eos_token_ids),
             progress=progress,
             warn=warn,
         )
         self.default_params = _default_params(self.config, source.generation)
         self._requests = 0
+        self._events: dict[str, deque[TokenEvent]] = {}  # of every request in the engine
 
     @property
     def max_model_len(self) -> int:
@@ -148,18 +149,16 @@ class LLM:
             yield Delta("", (), (), "length", None)
             return
         writer = _Writer(self.tokenizer, request)
-        self._engine.add(request)
         try:
+            self._add(request)
             while writer.finish_reason is None:
-                for event in self._engine.step():
-                    if event.request_id == request.id:
-                        yield writer.write(event)
+                while not self._events[request.id]:
+                    self._step()
+                yield writer.write(self._events[request.id].popleft())
         finally:
-            self._engine.abort(request.id)
+            self._forget(request.id)
 
-    def _complete(
-        self, prompts: Sequence[tuple[str | None, list[int]]], params: SamplingParams
-    ) -> list[RequestOutput]:
+    def _complete(self, prompts: Sequence[tuple[str | None, list[int]]], params: SamplingParams) -> list[RequestOutput]:
         """All prompts at once. Every request is checked before any starts."""
         one = replace(params, n=1)
         groups = [
@@ -183,16 +182,35 @@ class LLM:
     def _run(self, requests: Sequence[Request], writers: Mapping[str, _Writer]) -> None:
         try:
             for request in requests:
-                self._engine.add(request)
-            while self._engine.busy:
-                for event in self._engine.step():
-                    writer = writers[event.request_id]
-                    writer.write(event)
-                    if writer.finish_reason and not event.finish_reason:
-                        self._engine.abort(event.request_id)
+                self._add(request)
+            while going := [name for name, writer in writers.items() if writer.finish_reason is None]:
+                self._step()
+                for name in going:
+                    self._write_all(name, writers[name])
         finally:
             for request in requests:
-                self._engine.abort(request.id)
+                self._forget(request.id)
+
+    def _add(self, request: Request) -> None:
+        self._engine.add(request)
+        self._events[request.id] = deque()
+
+    def _step(self) -> None:
+        """One step of the engine; every request's tokens wait in its own queue, whoever asked for the step."""
+        for event in self._engine.step():
+            self._events[event.request_id].append(event)
+
+    def _write_all(self, request_id: str, writer: _Writer) -> None:
+        """Write the request's waiting tokens, and take it out of the engine when a stop string ends it."""
+        events = self._events[request_id]
+        while events and writer.finish_reason is None:
+            writer.write(events.popleft())
+        if writer.finish_reason is not None:
+            self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        self._engine.abort(request_id)
+        self._events.pop(request_id, None)
 
     def _request(self, prompt_ids: Sequence[int], params: SamplingParams) -> Request:
         """A request with its id and seed settled. Raises BadRequest for ids that the vocabulary does not have."""

@@ -20,9 +20,9 @@ class Debug:
     on: bool
 
 
-def aborted(error: Exception) -> bool:
-    """Whether `error` is how click passes on an interrupt."""
-    return isinstance(error, click.Abort) and isinstance(error.__cause__ or error.__context__, KeyboardInterrupt)
+def leaving(error: Exception) -> int | None:
+    """The exit code where `error` is only click's way of leaving, as after --help; None where it is an error."""
+    return error.exit_code if isinstance(error, click.exceptions.Exit) else None
 
 
 def report(error: Exception, debug: Debug) -> int:

@@ -69,6 +69,8 @@ debug_option = click.option(
 
 @click.group(
     cls=LazyCommands,
+    invoke_without_command=True,
+    subcommand_metavar="COMMAND [ARGS]...",
     context_settings={
         "token_normalize_func": lambda name: name.replace("_", "-"),
         "help_option_names": ["-h", "--help"],
@@ -77,7 +79,8 @@ debug_option = click.option(
 )
 @click.version_option(VERSION, message="rvllm %(version)s")
 @debug_option
-def commands() -> None:
+@click.pass_context
+def commands(context: click.Context) -> None:
     """LLM inference from one file: no torch, no CUDA toolkit, no compiler, no network.
 
     \b
@@ -88,3 +91,6 @@ def commands() -> None:
     Models are folders in Hugging Face's layout with safetensors, or GGUF files. Options may be spelled with - or
     with _. `rvllm COMMAND --help` shows a command's options.
     """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help(), err=True)
+        context.exit(2)

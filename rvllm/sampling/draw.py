@@ -32,8 +32,8 @@ from rvllm.sampling.philox import Int64, uniform, uniform_row
 _MASS_UNIT = np.float32(2.0**40)
 _NUCLEUS_SIZES = (1024, 8192)  # most nuclei are small: sorting a few largest logits finds them
 _GROUP_TOKENS = 1 << 14  # kept tokens of the rows that are drawn together
+_LONG_TOKENS = 1 << 10  # from here on a row's numbers are made alone
 _PIECE = 1 << 13  # logits weighed at once: larger arrays leave the cache, and go back to the system each time
-_NO_IDS = np.empty(0, np.int64)
 _BOUND_SLACK = 1e-3
 _LOWEST = np.finfo(np.float32).min
 
@@ -141,23 +141,31 @@ def draw(kept: Iterable[Kept], seeds: Sequence[int], positions: Sequence[int]) -
 
 
 def _draw_group(group: Sequence[tuple[Kept, int, int]]) -> Iterator[tuple[Kept, int]]:
-    short = [one for one in group if not _dense(one[0].ids)]
-    lengths = [row.x.size for row, _, _ in short]
-    ids = np.concatenate([_NO_IDS, *(row.ids for row, _, _ in short)])
-    seeds = np.repeat(np.array([seed for _, seed, _ in short], np.int64), lengths)
-    positions = np.repeat(np.array([position for _, _, position in short], np.int64), lengths)
-    shares = iter(np.split(uniform(seeds, positions, ids), np.cumsum(lengths, dtype=np.int64)))
+    scores = iter(_scores_of_short_rows([one for one in group if one[0].x.size < _LONG_TOKENS]))
     for row, seed, position in group:
-        if _dense(row.ids):
-            numbers = uniform_row(seed, position, int(row.ids[-1]) + 1)
-            yield row, _winner(row.x, numbers if isinstance(row.ids, range) else numbers[row.ids])
+        if row.x.size < _LONG_TOKENS:
+            yield row, int(next(scores).argmax())
         else:
-            yield row, _winner(row.x, next(shares))
+            yield row, _winner(row.x, _numbers_of_long_row(row.ids, seed, position))
 
 
-def _dense(ids: Int64 | range) -> bool:
-    """Whether making every block of four up to the last id is less work than one block for each id."""
-    return int(ids[-1]) < 4 * len(ids)
+def _numbers_of_long_row(ids: Int64 | range, seed: int, position: int) -> Float32:
+    if isinstance(ids, range):
+        return uniform_row(seed, position, len(ids))
+    # Every block of four up to the last id, where that is less work than one block for each id.
+    size = int(ids[-1]) + 1
+    return uniform_row(seed, position, size)[ids] if size < 4 * ids.size else uniform(seed, position, ids)
+
+
+def _scores_of_short_rows(group: Sequence[tuple[Kept, int, int]]) -> list[npt.NDArray[np.float64]]:
+    if not group:
+        return []
+    rows, seeds, positions = zip(*group)
+    lengths = [row.x.size for row in rows]
+    spread = [np.repeat(np.array(values, np.int64), lengths) for values in (seeds, positions)]
+    numbers = uniform(spread[0], spread[1], np.concatenate([np.asarray(row.ids) for row in rows]))
+    scores = _scores(np.concatenate([row.x for row in rows]), numbers)
+    return np.split(scores, np.cumsum(lengths)[:-1])
 
 
 def _winner(x: Float32, numbers: Float32) -> int:

@@ -72,16 +72,18 @@ def uniform(seed: int | Int64, position: int | Int64, ids: Int64) -> Float32:
     low and high half, the counter (id // 4, position, 0, 0), the word number id % 4 of the four.
     """
     assert ids.ndim == 1, ids.shape
-    seeds, positions = np.broadcast_to(seed, ids.shape), np.broadcast_to(position, ids.shape)
-    words = _block_words(np.asarray(seeds, np.int64), np.asarray(positions, np.int64), ids >> 2)
+    words = _block_words(_int64s(seed), _int64s(position), ids >> 2)
     return unit_float(words[np.arange(ids.size), ids & 3])
 
 
 def uniform_row(seed: int, position: int, size: int) -> Float32:
     """What `uniform` gives for ids 0 to size - 1, (size,), with each block of four made once."""
     blocks = np.arange((size + 3) // 4)
-    seeds, positions = np.array([seed], np.int64), np.array([position], np.int64)
-    return unit_float(_block_words(seeds, positions, blocks).reshape(-1)[:size])
+    return unit_float(_block_words(_int64s(seed), _int64s(position), blocks).reshape(-1)[:size])
+
+
+def _int64s(values: int | Int64) -> Int64:
+    return np.atleast_1d(np.asarray(values, np.int64))
 
 
 def _block_words(seeds: Int64, positions: Int64, blocks: Int64) -> npt.NDArray[np.uint32]:

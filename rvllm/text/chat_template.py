@@ -25,7 +25,9 @@ from rvllm.text.messages import (
 from rvllm.text.sandbox import Budget, Sandbox, compile_template
 
 _RENDER_CPU_S = 1.0
-_RENDER_UNITS = 32 << 20  # about bytes handled; real templates spend a few hundred KiB and a few units a character
+# About bytes handled. Real templates spend far less: a few units a character and some hundred a message.
+_RENDER_UNITS = 16 << 20
+_RENDER_UNITS_PER_MESSAGE = 4096
 _RENDER_UNITS_PER_CHARACTER = 16
 _LONGEST_SOURCE = 1 << 20
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now")
@@ -112,10 +114,10 @@ class ChatTemplate:
             return join_parts(messages)
         return list(messages) if self._tests_content_type else split_texts(messages)
 
-    def _run(self, messages: Sequence[Message], names: Mapping[str, object]) -> str:
+    def _run(self, messages: Sequence[Message], names: dict[str, object]) -> str:
         characters = sum(len(text) for text in strings_in([messages, names.get("tools"), names.get("documents")]))
-        budget = Budget(_RENDER_UNITS + _RENDER_UNITS_PER_CHARACTER * characters, _RENDER_CPU_S)
-        sandbox = Sandbox(budget)
+        units = _RENDER_UNITS + _RENDER_UNITS_PER_MESSAGE * len(messages) + _RENDER_UNITS_PER_CHARACTER * characters
+        sandbox = Sandbox(Budget(units, _RENDER_CPU_S))
         sandbox.tests["none"] = _is_none
         sandbox.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         try:
@@ -177,6 +179,8 @@ def _has_parameter(macro: nodes.Macro, name: str) -> bool:
 def _is_content(node: nodes.Node | None, names: set[str]) -> bool:
     while isinstance(node, nodes.Filter):
         node = node.node
+    if isinstance(node, nodes.CondExpr):
+        return _is_content(node.expr1, names) or _is_content(node.expr2, names)
     if isinstance(node, nodes.Getattr):
         return node.attr == "content"
     if isinstance(node, nodes.Getitem):

@@ -26,9 +26,10 @@ from jinja2.visitor import NodeTransformer
 
 from rvllm.errors import BadRequest
 
-# Budget units are about bytes: a character of text is one, and so much are an item of a list and a step.
+# Budget units are about bytes: a character of text is one, an item of a list and a step are so many.
 _ITEM = 16
-_STEP = 32
+_STEP = 64
+_CALL = 256
 _STEPS_PER_CLOCK = 64
 
 # A longer count (a width, an indentation) only serves to make text that nobody sent.
@@ -55,7 +56,7 @@ class Budget:
 
     def spend(self, units: int) -> None:
         """Raises BadRequest, param "messages", when nothing is left."""
-        self._units -= units
+        self._units -= max(units, 0)  # some counts are the template's own
         self._steps += 1
         if self._units < 0 or (self._steps % _STEPS_PER_CLOCK == 0 and time.thread_time() > self._deadline_s):
             raise refused("it loops too often or builds too much text")
@@ -66,9 +67,12 @@ class Budget:
         while pending:
             item = pending.pop()
             self.spend(_size(item))
+            if isinstance(item, str | bytes | int | float | range) or item is None:
+                continue
+            self.spend(_STEP)
             if isinstance(item, Mapping):
                 pending.extend(item.items())
-            elif isinstance(item, Collection) and not isinstance(item, str | bytes | range):
+            elif isinstance(item, Collection):
                 pending.extend(item)
             elif isinstance(item, Namespace):
                 raise refused("it writes out a namespace")
@@ -122,7 +126,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             args = __self._foresee_method(owner, getattr(__obj, "__name__", ""), args, kwargs)
         elif not isinstance(__obj, Macro):
             __self.budget.spend(sum(_size(arg) for arg in args))
-        __self.budget.spend(_STEP)
+        __self.budget.spend(_CALL)
         result = super().call(__context, __obj, *args, **kwargs)
         __self.budget.spend(_size(result))
         return result
@@ -241,7 +245,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Meter(NodeTransformer):
-    """Puts spending into a syntax tree where Jinja has no hook. The filters' names cannot be written in a template."""
+    """Puts spending into a syntax tree where Jinja has no hook. The filters' names are none of a template's."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802
         self.generic_visit(node)
@@ -318,13 +322,28 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """As Hugging Face defines it for chat templates: plain JSON, without Jinja's escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+        default=_null_or_refuse,
+    )
+
+
+def _null_or_refuse(value: object) -> None:
+    """Names that were not given and yet equal none, as Hugging Face's are, are null."""
+    if value != None:  # noqa: E711  (equal, not identical)
+        raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 def _size(value: object) -> int:
     """Budget units that copying `value`, but not what is in it, takes."""
     if isinstance(value, str | bytes):
         return len(value)
+    if isinstance(value, int | float) or value is None:
+        return _ITEM
     return _ITEM * (1 + len(value)) if isinstance(value, Collection) else _ITEM
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from rvllm.backend.cpu import CpuModel
 from rvllm.engine.block_pool import blocks_for
-from rvllm.engine.step import build_step
 from rvllm.engine.request import Request, Sequence
 from rvllm.engine.scheduler import Chunk
+from rvllm.engine.step import build_step
 from rvllm.model.config import model_config
 from rvllm.model.files import ModelFiles
 from rvllm.model.source import Source, open_source, record, weights_for

@@ -17,6 +17,11 @@ def test_ci_runs_the_second_command_of_the_readme() -> None:
 
 
 def test_relative_links_lead_somewhere() -> None:
-    for document in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]:
+    for document in [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("benchmarks/*.md"),
+    ]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text(encoding="utf-8")):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"

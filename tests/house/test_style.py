@@ -29,6 +29,8 @@ def test_mypy_strict_finds_nothing() -> None:
 def test_clang_format_finds_nothing() -> None:
     tool = shutil.which("clang-format", path=f"{Path(sys.executable).parent}:{Path('/usr/bin')}")
     assert tool, "clang-format is in the test extra: pip install -e '.[test]'"
-    sources = sorted(str(p) for ending in ("cu", "cuh", "cpp", "h") for p in ROOT.glob(f"kernels_ptx/src/**/*.{ending}"))
+    sources = sorted(
+        str(p) for ending in ("cu", "cuh", "cpp", "h") for p in ROOT.glob(f"kernels_ptx/src/**/*.{ending}")
+    )
     if sources:
         run(tool, "--dry-run", "--Werror", *sources)

@@ -1,3 +1,4 @@
+# ruff: noqa: N802  (the driver's names)
 """The driver's answers, from a driver made of Python: what works, and what each refusal tells the user to do."""
 
 from __future__ import annotations

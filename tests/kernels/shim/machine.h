@@ -1,0 +1,345 @@
+// One block at a time of a grid, every thread a fiber: who runs next, who waits for what, and what is an error.
+//
+// A thread runs until it meets a barrier, a warp operation or an atomic, so the schedule decides which unsynchronised
+// accesses happen first. One schedule finds what another hides: a missing barrier shows when one warp runs far ahead.
+#pragma once
+
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <list>
+#include <vector>
+
+#include "fiber.h"
+
+namespace shim {
+
+enum Schedule { ROUND_ROBIN, REVERSE, RANDOM, ONE_WARP };  // ONE_WARP: until all its threads wait; then any other
+
+constexpr int MOST_THREADS = 1024;
+constexpr int LANES = 32;
+constexpr int BARRIERS = 16;
+constexpr int SLOT_BYTES = 64;     // what a lane shows the others in one operation
+constexpr int CANARY_BYTES = 256;  // behind the shared memory
+constexpr unsigned char POISON = 0xff;
+constexpr int MOST_TURNS = 20000000;  // of one block: seconds, so a thread spins for what never comes
+
+struct Launch {
+  int grid[3];
+  int block;
+  int shared_bytes;
+  int schedule;
+  uint64_t seed;
+  char message[1024];
+};
+
+struct Copy {
+  void* to;
+  const void* from;
+  int valid;
+};
+
+struct Thread {
+  Fiber fiber;
+  bool finished = false;
+  const char* waits_for = nullptr;  // null: it spins
+  std::vector<std::vector<Copy>> copies;  // committed groups, and last the open one
+};
+
+struct Barrier {
+  int expected = 0;  // threads; 0: every thread of the block that has not finished
+  int arrived = 0;
+  std::vector<int> waiting;
+};
+
+// Where the lanes of one mask meet. Slots are doubled: a lane may already fill the next operation's while others still
+// read this one's, but it cannot finish that one before they have arrived there too.
+struct Meeting {
+  uint32_t lanes;
+  uint32_t arrived = 0;
+  int turn = 0;
+  const char* operation = nullptr;
+  alignas(16) unsigned char slots[2][LANES][SLOT_BYTES];
+};
+
+struct Warp {
+  uint32_t finished = 0;
+  std::list<Meeting> meetings;  // a list, since lanes hold references across switches
+};
+
+struct Machine {
+  Launch* launch = nullptr;
+  std::function<void()> kernel;
+  int block[3] = {};
+  Thread threads[MOST_THREADS];
+  Warp warps[MOST_THREADS / LANES];
+  Barrier barriers[BARRIERS];
+  uint32_t runnable[MOST_THREADS / LANES] = {};
+  int current = 0;
+  int unfinished = 0;
+  bool failed = false;
+  Home home;
+  uint64_t random_state = 0;
+  unsigned char* shared = nullptr;
+  std::vector<void*> poisoned;  // the fixed shared arrays that this block has met
+};
+
+inline Machine machine;
+
+// splitmix64 (Steele, Lea and Flood 2014)
+inline uint32_t random_below(uint32_t bound) {
+  uint64_t z = machine.random_state += 0x9e3779b97f4a7c15ull;
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+  return uint32_t((z ^ (z >> 31)) % bound);
+}
+
+inline Thread& current_thread() { return machine.threads[machine.current]; }
+
+inline void back_to_scheduler(bool for_good = false) { leave(machine.home, current_thread().fiber, for_good); }
+
+// End the launch with a message. Called on a fiber, it does not return.
+inline void fail(const char* format, ...) {
+  char* message = machine.launch->message;
+  const size_t room = sizeof(machine.launch->message);
+  int used = snprintf(message, room, "block (%d, %d, %d), thread %d: ", machine.block[0], machine.block[1],
+                      machine.block[2], machine.current);
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(message + used, room - used, format, arguments);
+  va_end(arguments);
+  machine.failed = true;
+  back_to_scheduler(true);
+}
+
+inline void set_runnable(int thread) { machine.runnable[thread / LANES] |= 1u << thread % LANES; }
+
+inline void yield() { back_to_scheduler(); }
+
+// For what the hardware does with all lanes of a warp or not at all.
+inline void need_whole_warp(const char* operation) {
+  if (machine.warps[machine.current / LANES].finished != 0) fail("%s, but the warp lacks lanes", operation);
+}
+
+// ---- Barriers
+
+inline void open_if_full(Barrier& barrier) {
+  const int needed = barrier.expected ? barrier.expected : machine.unfinished;
+  if (barrier.arrived == 0 || barrier.arrived < needed) return;
+  for (int thread : barrier.waiting) set_runnable(thread);
+  barrier.waiting.clear();
+  barrier.arrived = 0;
+}
+
+inline void arrive(int id, int expected, bool waits) {
+  if (id < 0 || id >= BARRIERS) fail("barrier %d does not exist", id);
+  if (expected % LANES != 0) fail("barrier %d counts %d threads, which are not whole warps", id, expected);
+  Barrier& barrier = machine.barriers[id];
+  if (barrier.arrived > 0 && barrier.expected != expected) {
+    fail("barrier %d counts %d threads here and %d elsewhere", id, expected, barrier.expected);
+  }
+  barrier.expected = expected;
+  ++barrier.arrived;
+  if (waits) {
+    const int self = machine.current;
+    barrier.waiting.push_back(self);
+    machine.runnable[self / LANES] &= ~(1u << self % LANES);
+  }
+  open_if_full(barrier);
+  if (waits) {
+    current_thread().waits_for = "a barrier of the block";
+    back_to_scheduler();
+    current_thread().waits_for = nullptr;
+  }
+}
+
+// ---- Warp operations
+
+inline void meet_if_complete(Warp& warp, int warp_index, Meeting& meeting) {
+  if (meeting.arrived == 0 || (meeting.lanes & ~(meeting.arrived | warp.finished)) != 0) return;
+  for (int lane = 0; lane < LANES; ++lane) {
+    if (meeting.arrived >> lane & 1) {
+      set_runnable(warp_index * LANES + lane);
+    } else {
+      memset(meeting.slots[meeting.turn][lane], POISON, SLOT_BYTES);
+    }
+  }
+  meeting.arrived = 0;
+  meeting.turn ^= 1;
+}
+
+// Show `bytes` to the other lanes, wait for theirs; gives the slots of all lanes, whole until this thread next waits.
+inline const unsigned char (*meet(const char* operation, uint32_t lanes, const void* shown, int bytes))[SLOT_BYTES] {
+  static_assert(SLOT_BYTES >= 24, "a and b of the largest matrix product");
+  const int warp_index = machine.current / LANES, lane = machine.current % LANES;
+  Warp& warp = machine.warps[warp_index];
+  if (!(lanes >> lane & 1)) fail("%s over lanes %08x, of which lane %d is none", operation, lanes, lane);
+  Meeting* meeting = nullptr;
+  for (Meeting& known : warp.meetings) {
+    if (known.lanes == lanes) meeting = &known;
+  }
+  if (meeting == nullptr) {
+    warp.meetings.emplace_back();
+    meeting = &warp.meetings.back();
+    meeting->lanes = lanes;
+  }
+  if (meeting->arrived != 0 && strcmp(meeting->operation, operation) != 0) {
+    fail("%s, but other lanes of the warp are at %s", operation, meeting->operation);
+  }
+  const int turn = meeting->turn;
+  meeting->operation = operation;
+  meeting->arrived |= 1u << lane;
+  memcpy(meeting->slots[turn][lane], shown, bytes);
+  machine.runnable[warp_index] &= ~(1u << lane);
+  meet_if_complete(warp, warp_index, *meeting);
+  current_thread().waits_for = operation;
+  back_to_scheduler();
+  current_thread().waits_for = nullptr;
+  return meeting->slots[turn];
+}
+
+// ---- The life of a thread
+
+inline void finish_thread() {
+  Warp& warp = machine.warps[machine.current / LANES];
+  current_thread().finished = true;
+  warp.finished |= 1u << machine.current % LANES;
+  machine.runnable[machine.current / LANES] &= ~(1u << machine.current % LANES);
+  --machine.unfinished;
+  for (Meeting& meeting : warp.meetings) meet_if_complete(warp, machine.current / LANES, meeting);
+  for (Barrier& barrier : machine.barriers) {
+    if (barrier.expected == 0) open_if_full(barrier);
+  }
+}
+
+inline void thread_main() {
+  started(machine.home, current_thread().fiber);
+  machine.kernel();
+  finish_thread();
+  back_to_scheduler(true);
+  abort();
+}
+
+// The first runnable thread at or after `from`, upwards and around within [begin, end); -1 if there is none.
+inline int next_runnable(int from, int begin, int end) {
+  for (int step = 0, thread = from; step < end - begin;) {
+    if (thread >= end) thread = begin;
+    const uint32_t word = machine.runnable[thread / LANES] >> thread % LANES;
+    if (word & 1) return thread;
+    const int skipped = word ? __builtin_ctz(word) : LANES - thread % LANES;
+    step += skipped;
+    thread += skipped;
+  }
+  return -1;
+}
+
+inline int pick(int last, int threads) {
+  switch (machine.launch->schedule) {
+    case REVERSE:
+      for (int step = 1; step <= threads; ++step) {
+        const int thread = (last - step + 2 * threads) % threads;
+        if (machine.runnable[thread / LANES] >> thread % LANES & 1) return thread;
+      }
+      return -1;
+    case RANDOM:
+      return next_runnable(random_below(threads), 0, threads);
+    case ONE_WARP: {
+      const int begin = last / LANES * LANES, end = begin + LANES < threads ? begin + LANES : threads;
+      const int same_warp = next_runnable(last, begin, end);
+      return same_warp >= 0 ? same_warp : next_runnable(random_below(threads), 0, threads);
+    }
+    default:
+      return next_runnable(last + 1 < threads ? last + 1 : 0, 0, threads);
+  }
+}
+
+inline void report_deadlock(int threads) {
+  int used = snprintf(machine.launch->message, sizeof(machine.launch->message),
+                      "deadlock in block (%d, %d, %d):", machine.block[0], machine.block[1], machine.block[2]);
+  for (int thread = 0; thread < threads; ++thread) {
+    const size_t room = sizeof(machine.launch->message) - used;
+    if (machine.threads[thread].finished || room < 80) continue;
+    used += snprintf(machine.launch->message + used, room, " thread %d waits for %s;", thread,
+                     machine.threads[thread].waits_for ? machine.threads[thread].waits_for : "memory");
+  }
+  machine.failed = true;
+}
+
+inline void start_threads(int threads) {
+  machine.unfinished = threads;
+  for (Barrier& barrier : machine.barriers) barrier = Barrier();
+  for (Warp& warp : machine.warps) warp = Warp();
+  memset(machine.runnable, 0, sizeof(machine.runnable));
+  if (threads % LANES != 0) machine.warps[threads / LANES].finished = ~0u << threads % LANES;
+  for (int thread = 0; thread < threads; ++thread) {
+    machine.threads[thread].finished = false;
+    machine.threads[thread].waits_for = nullptr;
+    machine.threads[thread].copies.assign(1, {});
+    machine.threads[thread].fiber.prepare(thread_main);
+    set_runnable(thread);
+  }
+}
+
+inline void run_threads(int threads) {
+  int last = machine.launch->schedule == REVERSE ? 0 : threads - 1;
+  for (int turn = 0; machine.unfinished > 0 && !machine.failed; ++turn) {
+    const int thread = pick(last, threads);
+    if (thread < 0 || turn == MOST_TURNS) return report_deadlock(threads);
+    machine.current = last = thread;
+    enter(machine.home, machine.threads[thread].fiber);
+  }
+}
+
+inline void run_block() {
+  const int threads = machine.launch->block, shared_bytes = machine.launch->shared_bytes;
+#ifdef __SANITIZE_ADDRESS__
+  const int canary_bytes = 0;  // the sanitizer sees every byte beyond the end
+#else
+  const int canary_bytes = CANARY_BYTES;
+#endif
+  void* shared = nullptr;
+  if (posix_memalign(&shared, 128, shared_bytes + canary_bytes) != 0) abort();
+  memset(shared, POISON, shared_bytes + canary_bytes);
+  machine.shared = static_cast<unsigned char*>(shared);
+  machine.poisoned.clear();
+  start_threads(threads);
+  run_threads(threads);
+  for (int i = 0; i < canary_bytes && !machine.failed; ++i) {
+    if (machine.shared[shared_bytes + i] == POISON) continue;
+    snprintf(machine.launch->message, sizeof(machine.launch->message),
+             "byte %d of %d bytes of shared memory was written", shared_bytes + i, shared_bytes);
+    machine.failed = true;
+  }
+  free(shared);
+}
+
+// Blocks in an order that the schedule gives: upwards, downwards, or any.
+inline void run_grid() {
+  const int* grid = machine.launch->grid;
+  std::vector<int64_t> order(int64_t(grid[0]) * grid[1] * grid[2]);
+  for (size_t i = 0; i < order.size(); ++i) order[i] = int64_t(i);
+  for (size_t i = order.size(); i-- > 1;) {
+    if (machine.launch->schedule >= RANDOM) std::swap(order[i], order[random_below(uint32_t(i + 1))]);
+  }
+  if (machine.launch->schedule == REVERSE) order.assign(order.rbegin(), order.rend());
+  for (size_t i = 0; i < order.size() && !machine.failed; ++i) {
+    machine.block[0] = int(order[i] % grid[0]);
+    machine.block[1] = int(order[i] / grid[0] % grid[1]);
+    machine.block[2] = int(order[i] / grid[0] / grid[1]);
+    run_block();
+  }
+}
+
+// 0, or 1 with launch.message set.
+inline int run(Launch& launch, std::function<void()> kernel) {
+  machine.launch = &launch;
+  machine.kernel = std::move(kernel);
+  machine.failed = false;
+  machine.random_state = launch.seed;
+  run_grid();
+  machine.kernel = nullptr;
+  return machine.failed;
+}
+
+}  // namespace shim

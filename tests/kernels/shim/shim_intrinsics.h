@@ -1,0 +1,274 @@
+// What intrinsics.cuh has from CUDA, on the machine of fibers: the same names, with the meaning that the PTX manual
+// gives. Sums of a matrix product are exact before one rounding, which no device promises: tests that compare bits use
+// integers. Included by intrinsics.cuh, after its types.
+#pragma once
+
+#include <cmath>
+
+#include "machine.h"
+
+#define KERNEL(threads) extern "C"
+#define DEVICE inline
+#define UNROLL
+#define NO_UNROLL
+#define SHARED_ARRAY(type, name, count)             \
+  alignas(16) static type name[count];              \
+  shim::poison_once(name, sizeof(type) * (count))
+#define DYNAMIC_SHARED(name) unsigned char* name = shim::machine.shared
+
+namespace shim {
+
+inline void poison_once(void* array, size_t bytes) {
+  for (void* met : machine.poisoned) {
+    if (met == array) return;
+  }
+  machine.poisoned.push_back(array);
+  memset(array, POISON, bytes);
+}
+
+template <typename T>
+T* aligned(T* address, size_t bytes) {
+  if (reinterpret_cast<uintptr_t>(address) % bytes != 0) fail("%zu bytes at %p, which is not aligned", bytes, address);
+  return address;
+}
+
+template <typename T>
+T from_lane(const unsigned char (*slots)[SLOT_BYTES], int lane) {
+  T value;
+  memcpy(&value, slots[lane], sizeof(T));
+  return value;
+}
+
+// Complete the oldest committed groups until `left` remain.
+inline void finish_copies(size_t left) {
+  auto& groups = current_thread().copies;
+  while (groups.size() - 1 > left) {
+    for (const Copy& copy : groups.front()) {
+      memset(copy.to, 0, 16);
+      memcpy(copy.to, copy.from, copy.valid);
+    }
+    groups.erase(groups.begin());
+  }
+}
+
+}  // namespace shim
+
+DEVICE int thread_index() { return shim::machine.current; }
+DEVICE int thread_count() { return shim::machine.launch->block; }
+DEVICE int block_x() { return shim::machine.block[0]; }
+DEVICE int block_y() { return shim::machine.block[1]; }
+DEVICE int block_z() { return shim::machine.block[2]; }
+DEVICE int grid_x() { return shim::machine.launch->grid[0]; }
+DEVICE int grid_y() { return shim::machine.launch->grid[1]; }
+DEVICE int grid_z() { return shim::machine.launch->grid[2]; }
+
+DEVICE void sync_block() { shim::arrive(0, 0, true); }
+DEVICE void sync_warp(uint32 lanes = ALL_LANES) { shim::meet("sync_warp", lanes, &lanes, 4); }
+DEVICE void barrier_wait(int barrier, int threads) { shim::arrive(barrier, threads, true); }
+DEVICE void barrier_arrive(int barrier, int threads) { shim::arrive(barrier, threads, false); }
+
+template <typename T>
+T shuffle(T value, int source, uint32 lanes = ALL_LANES) {
+  return shim::from_lane<T>(shim::meet("shuffle", lanes, &value, sizeof(T)), source & (WARP - 1));
+}
+template <typename T>
+T shuffle_xor(T value, int lane_bits, uint32 lanes = ALL_LANES) {
+  const int source = (thread_index() ^ lane_bits) & (WARP - 1);
+  return shim::from_lane<T>(shim::meet("shuffle_xor", lanes, &value, sizeof(T)), source);
+}
+DEVICE uint32 ballot(bool vote, uint32 lanes = ALL_LANES) {
+  const unsigned char shown = vote;
+  const auto slots = shim::meet("ballot", lanes, &shown, 1);
+  uint32 votes = 0;
+  for (int lane = 0; lane < WARP; ++lane) votes |= uint32(slots[lane][0] == 1) << lane;
+  return votes;
+}
+
+DEVICE Words4 load_words4(const void* address) { return *static_cast<const Words4*>(shim::aligned(address, 16)); }
+DEVICE void store_words4(void* address, Words4 value) { *static_cast<Words4*>(shim::aligned(address, 16)) = value; }
+DEVICE Words2 load_words2(const void* address) { return *static_cast<const Words2*>(shim::aligned(address, 8)); }
+DEVICE void store_words2(void* address, Words2 value) { *static_cast<Words2*>(shim::aligned(address, 8)) = value; }
+DEVICE Words4 load_words4_once(const void* address) { return load_words4(address); }
+
+DEVICE uint32 load_acquire(const uint32* address) {
+  shim::yield();
+  return *address;
+}
+DEVICE void store_release(uint32* address, uint32 value) {
+  *address = value;
+  shim::yield();
+}
+DEVICE void fence() {}
+
+template <typename T>
+T atomic_add(T* address, T value) {
+  shim::yield();
+  const T old = *address;
+  *address = old + value;
+  return old;
+}
+template <typename T>
+T atomic_max(T* address, T value) {
+  shim::yield();
+  const T old = *address;
+  if (value > old) *address = value;
+  return old;
+}
+template <typename T>
+T atomic_compare_swap(T* address, T expected, T value) {
+  shim::yield();
+  const T old = *address;
+  if (old == expected) *address = value;
+  return old;
+}
+
+DEVICE uint32 bits_of(float value) {
+  uint32 bits;
+  memcpy(&bits, &value, 4);
+  return bits;
+}
+DEVICE float float_of(uint32 bits) {
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+DEVICE float half_value(uint16 bits) {
+  const uint32 sign = uint32(bits & 0x8000u) << 16, exponent = bits >> 10 & 31u, fraction = bits & 0x3ffu;
+  if (exponent == 31) return float_of(sign | 0x7f800000u | fraction << 13);
+  if (exponent == 0) return std::ldexp(float(fraction), -24) * (sign ? -1.0f : 1.0f);
+  return float_of(sign | (exponent + 112) << 23 | fraction << 13);
+}
+// To nearest even: scaled so that the last place of the half is 1, the float is rounded by the host to an integer.
+DEVICE uint16 half_bits(float value) {
+  const uint16 sign = uint16(bits_of(value) >> 16 & 0x8000u);
+  const float size = std::fabs(value);
+  if (std::isnan(value)) return 0x7fff;
+  if (size >= 65520.0f) return sign | 0x7c00;
+  int exponent;
+  std::frexp(size, &exponent);              // 2^(exponent - 1) <= size < 2^exponent
+  if (size < 0x1p-14f) exponent = -13;      // subnormal: the last place is 2^-24
+  const uint32 places = uint32(std::nearbyint(std::ldexp(size, 11 - exponent)));  // 1024..2048, less if subnormal
+  return uint16(sign | (((exponent + 13) << 10) + places));
+}
+DEVICE float fused_multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
+DEVICE double fused_multiply_add(double a, double b, double c) { return std::fma(a, b, c); }
+DEVICE int64 nearest_integer(double value) { return std::llrint(value); }
+DEVICE float square_root(float value) { return std::sqrt(value); }
+DEVICE float larger(float a, float b) { return std::fmax(a, b); }
+DEVICE float exponential(float value) { return std::exp(value); }
+DEVICE float hyperbolic_tangent(float value) { return std::tanh(value); }
+DEVICE float error_function(float value) { return std::erf(value); }
+DEVICE float power_of_two(float value) {
+  const float power = std::exp2(value);
+  return power < 0x1p-126f ? 0.0f : power;
+}
+
+// ---- Matrix fragments: for each lane and place, the row and column that it holds (PTX manual, "mma").
+namespace shim {
+
+inline float element(uint16 bits, half_t) { return half_value(bits); }
+inline float element(uint16 bits, bfloat_t) { return float_of(uint32(bits) << 16); }
+
+template <int N>
+struct Fragments {
+  uint16 a[2 * N];  // N registers of two elements, the lower half first
+  uint16 b[N];
+};
+
+// m16n8k(8 N): a (16, K), b (K, 8), d (16, 8). Register r of a holds rows +8 (r odd) and columns +8 (r >= 2).
+template <int A, typename X>
+void matrix_product(float (&d)[4], const Fragments<A>& mine, const char* operation, X type) {
+  static_assert(sizeof(mine) <= SLOT_BYTES, "a slot holds the fragments");
+  constexpr int K = 4 * A;
+  need_whole_warp(operation);
+  const auto slots = meet(operation, ALL_LANES, &mine, sizeof(mine));
+  const int lane = machine.current % LANES;
+  double sums[4] = {d[0], d[1], d[2], d[3]};
+  for (int place = 0; place < 4; ++place) {
+    const int row = lane / 4 + place / 2 * 8, column = lane % 4 * 2 + place % 2;
+    for (int k = 0; k < K; ++k) {
+      const auto left = from_lane<Fragments<A>>(slots, row % 8 * 4 + k % 8 / 2);
+      const auto right = from_lane<Fragments<A>>(slots, column * 4 + k % 8 / 2);
+      const float a = element(left.a[(k / 8 * 2 + row / 8) * 2 + k % 2], type);
+      sums[place] += double(a) * element(right.b[k / 8 * 2 + k % 2], type);
+    }
+    d[place] = float(sums[place]);
+  }
+}
+
+template <int MATRICES, bool TRANSPOSED>
+void load_matrices(uint32 (&to)[MATRICES], const void* row) {
+  need_whole_warp("load_matrices");
+  Words4 shown = {};  // the addresses of lanes beyond the matrices' rows are ignored
+  const int lane = machine.current % LANES;
+  if (lane < 8 * MATRICES) memcpy(&shown, aligned(row, 16), 16);
+  const auto slots = meet(TRANSPOSED ? "load_matrices, transposed" : "load_matrices", ALL_LANES, &shown, 16);
+  for (int matrix = 0; matrix < MATRICES; ++matrix) {
+    uint16 pair[2];
+    for (int i = 0; i < 2; ++i) {
+      const int at_row = TRANSPOSED ? lane % 4 * 2 + i : lane / 4, column = TRANSPOSED ? lane / 4 : lane % 4 * 2 + i;
+      memcpy(&pair[i], slots[8 * matrix + at_row] + 2 * column, 2);
+    }
+    memcpy(&to[matrix], pair, 4);
+  }
+}
+
+}  // namespace shim
+
+template <typename X>
+void mma_16816(float (&d)[4], const uint32 (&a)[4], const uint32 (&b)[2], X type) {
+  shim::Fragments<4> mine;
+  memcpy(mine.a, a, sizeof(a));
+  memcpy(mine.b, b, sizeof(b));
+  shim::matrix_product(d, mine, "mma_16816", type);
+}
+template <typename X>
+void mma_1688(float (&d)[4], const uint32 (&a)[2], uint32 b, X type) {
+  shim::Fragments<2> mine;
+  memcpy(mine.a, a, sizeof(a));
+  memcpy(mine.b, &b, sizeof(b));
+  shim::matrix_product(d, mine, "mma_1688", type);
+}
+
+// m8n8k4, four products at once: quad pair p is lanes 4 p..4 p + 3 and those 16 above. a's rows 4..7 and b's columns
+// 4..7 are in the upper lanes; each lane of a holds a row's four k, each lane of b a column's.
+DEVICE void mma_884(float (&d)[8], const uint32 (&a)[2], const uint32 (&b)[2], half_t type) {
+  shim::need_whole_warp("mma_884");
+  shim::Fragments<4> mine = {};
+  memcpy(mine.a, a, sizeof(a));
+  memcpy(mine.b, b, sizeof(b));
+  const auto slots = shim::meet("mma_884", ALL_LANES, &mine, sizeof(mine));
+  const int lane = thread_index() % WARP, pair = lane % 16 / 4;
+  for (int place = 0; place < 8; ++place) {
+    const int row = (lane & 1) + (place & 2) + (lane < 16 ? 0 : 4), column = (place & 4) + (lane & 2) + (place & 1);
+    const auto left = shim::from_lane<shim::Fragments<4>>(slots, 4 * pair + row % 4 + row / 4 * 16);
+    const auto right = shim::from_lane<shim::Fragments<4>>(slots, 4 * pair + column % 4 + column / 4 * 16);
+    double sum = d[place];
+    for (int k = 0; k < 4; ++k) sum += double(shim::element(left.a[k], type)) * shim::element(right.b[k], type);
+    d[place] = float(sum);
+  }
+}
+
+template <bool TRANSPOSED = false>
+void load_matrices(uint32 (&to)[4], const void* row) {
+  shim::load_matrices<4, TRANSPOSED>(to, row);
+}
+template <bool TRANSPOSED = false>
+void load_matrices(uint32 (&to)[2], const void* row) {
+  shim::load_matrices<2, TRANSPOSED>(to, row);
+}
+
+// A copy happens as late as it may, and until then its target is poison: a missing wait reads that, and a source that
+// is overwritten too early is copied wrong.
+DEVICE void copy_async(void* to, const void* from, int valid = 16) {
+  memset(shim::aligned(to, 16), shim::POISON, 16);
+  shim::current_thread().copies.back().push_back({to, shim::aligned(from, 16), valid});
+}
+DEVICE void commit_copies() { shim::current_thread().copies.emplace_back(); }
+template <int GROUPS>
+void wait_copies() {
+  shim::finish_copies(GROUPS);
+}
+
+DEVICE void wait_for_previous_grid() {}
+DEVICE void start_next_grid() {}
