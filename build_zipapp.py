@@ -176,10 +176,10 @@ def locked_wheels(python: str, folder: Path) -> list[Path]:
     if requirements is None:
         raise SystemExit(f"build_zipapp: Python {python} is not in build_zipapp.lock. hint: write it with --lock")
     hashes = {line.rpartition("sha256:")[2]: line for line in requirements}
-    missing = [line for digest, line in hashes.items() if digest not in wheels_by_hash(folder)]
-    if missing:
-        download(python, missing, folder)
     found = wheels_by_hash(folder)
+    if missing := [line for digest, line in hashes.items() if digest not in found]:
+        download(python, missing, folder)
+        found = wheels_by_hash(folder)
     return [found[digest] for digest in hashes]
 
 

@@ -2,9 +2,10 @@
 
     python -m benchmarks.sampling [--rows 64] [--vocabulary 32000] [--repeats 7]
 
-Both give a token and its log-probability a row, on one thread. Ours pays for one random number a kept token, where
-inverting a cumulative sum needs one a row: that is what makes a token independent of order, batch and device, and
-why the cases without a filter are slower than numpy. Outputs are checked first; where they are wrong nothing is timed and the exit code is 1. The last line is JSON.
+Both give a token and its log-probability a row, on one thread. Ours makes a random number for every kept token,
+where inverting a cumulative sum needs one a row: the price, seen where no filter is set, of a token that does not
+depend on batch, order or device. Outputs are checked first; where they are wrong the run ends with exit code 1
+before that case is timed. The last line is JSON.
 """
 
 from __future__ import annotations

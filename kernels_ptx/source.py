@@ -43,7 +43,7 @@ class Source:
 
 
 def read_source(path: Path, headers: Path) -> Source:
-    """Parse `path`; what it includes lies in `headers`. Raises SourceError, OSError."""
+    """Parse `path`; what it includes lies beside it or in `headers`. Raises SourceError, OSError."""
     text = path.read_text(encoding="utf-8")
     named = _TIERS.search(text)
     if named is None:
@@ -60,7 +60,7 @@ def read_source(path: Path, headers: Path) -> Source:
         tiers=tuple(TIERS[name] for name in named[1].split()),
         spill_bytes=int(spills[1]) if spills else 0,
         entries=entries,
-        files=dict(sorted({path.name: text, **_headers(text, headers)}.items())),
+        files=dict(sorted({path.name: text, **_headers(text, (path.parent, headers))}.items())),
     )
 
 
@@ -72,12 +72,13 @@ def read_entries(text: str) -> tuple[Entry, ...]:
     )
 
 
-def _headers(text: str, folder: Path) -> dict[str, str]:
+def _headers(text: str, folders: tuple[Path, ...]) -> dict[str, str]:
     found: dict[str, str] = {}
     wanted = _INCLUDE.findall(text)
     while wanted:
         name = wanted.pop()
         if name not in found:
-            found[name] = (folder / name).read_text(encoding="utf-8")
+            path = next((folder / name for folder in folders if (folder / name).exists()), folders[-1] / name)
+            found[name] = path.read_text(encoding="utf-8")
             wanted += _INCLUDE.findall(found[name])
     return found

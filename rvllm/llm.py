@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rvllm.config import DEFAULT_MODEL, EngineConfig
@@ -17,6 +16,7 @@ from rvllm.errors import BadRequest
 from rvllm.model.files import ModelFiles, Progress, locate, read_json
 from rvllm.model.source import open_source
 from rvllm.sampling.params import SamplingParams
+from rvllm.sampling.philox import fresh_seed, offset_seed
 from rvllm.text.stop import TextStream
 from rvllm.text.tokenizer import Tokenizer
 
@@ -160,11 +160,7 @@ class LLM:
 
     def _complete(self, prompts: Sequence[tuple[str | None, list[int]]], params: SamplingParams) -> list[RequestOutput]:
         """All prompts at once. Every request is checked before any starts."""
-        one = replace(params, n=1)
-        groups = [
-            [self._request(ids, replace(one, seed=_nth_seed(params.seed, index))) for index in range(params.n)]
-            for _, ids in prompts
-        ]
+        groups = [[self._request(ids, params, index) for index in range(params.n)] for _, ids in prompts]
         requests = [request for group in groups for request in group]
         writers = {request.id: _Writer(self.tokenizer, request) for request in requests}
         if params.max_tokens != 0:
@@ -212,8 +208,8 @@ class LLM:
         self._engine.abort(request_id)
         self._events.pop(request_id, None)
 
-    def _request(self, prompt_ids: Sequence[int], params: SamplingParams) -> Request:
-        """A request with its id and seed settled. Raises BadRequest for ids that the vocabulary does not have."""
+    def _request(self, prompt_ids: Sequence[int], params: SamplingParams, index: int = 0) -> Request:
+        """The index-th of n requests, its id and seed settled. Raises BadRequest for ids that no token has."""
         limit = self._engine.limits.vocab_limit
         if not prompt_ids:
             raise BadRequest("the prompt is empty", param="prompt", hint="give at least one token")
@@ -222,15 +218,15 @@ class LLM:
                 raise BadRequest(f"prompt has token id {token!r}, ids are 0 to {limit - 1:,}", param="prompt")
         params.check_vocabulary(limit)
         self._requests += 1
-        return Request(f"request-{self._requests}", tuple(prompt_ids), params, self._seed(params))
+        return Request(f"request-{self._requests}", tuple(prompt_ids), params, self._seed(params, index))
 
-    def _seed(self, params: SamplingParams) -> int:
-        """The request's own seed, else one that follows from the engine's and the request's number."""
+    def _seed(self, params: SamplingParams, index: int) -> int:
+        """The request's own seed, else one that follows from the engine's and the request's number, else entropy."""
         if params.seed is not None:
-            return params.seed
+            return offset_seed(params.seed, index)
         if self.config.seed is not None:
-            return _nth_seed(self.config.seed, self._requests) or 0
-        return secrets.randbits(63)
+            return offset_seed(self.config.seed, self._requests)
+        return fresh_seed()
 
 
 class _Writer:
@@ -282,11 +278,6 @@ class _Writer:
             self.finish_reason,
             self._stop_reason,
         )
-
-
-def _nth_seed(seed: int | None, index: int) -> int | None:
-    """The seed of the index-th completion, wrapping within an int64."""
-    return None if seed is None else (seed + index + 2**63) % 2**64 - 2**63
 
 
 def _tokenizer(config: EngineConfig, files: ModelFiles, progress: Progress | None) -> Tokenizer:

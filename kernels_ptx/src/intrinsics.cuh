@@ -68,7 +68,7 @@ template <typename T>
 DEVICE T shuffle_xor(T value, int lane_bits, uint32 lanes = ALL_LANES) {
   return __shfl_xor_sync(lanes, value, lane_bits);
 }
-DEVICE uint32 ballot(bool vote, uint32 lanes = ALL_LANES) { return __ballot_sync(lanes, vote); }
+DEVICE uint32 lanes_where(bool holds, uint32 lanes = ALL_LANES) { return __ballot_sync(lanes, holds); }
 
 // ---- Memory. Vector addresses are multiples of the vector's bytes.
 DEVICE Words4 load_words4(const void* address) {
@@ -145,8 +145,8 @@ DEVICE double fused_multiply_add(double a, double b, double c) { return __fma_rn
 DEVICE int64 nearest_integer(double value) { return __double2ll_rn(value); }  // ties to even
 DEVICE float square_root(float value) { return __fsqrt_rn(value); }
 DEVICE float larger(float a, float b) { return fmaxf(a, b); }         // the number, where one is NaN
-DEVICE float exponential(float value) { return expf(value); }         // at most 1 ulp off
-DEVICE float hyperbolic_tangent(float value) { return tanhf(value); } // at most 1 ulp off
+DEVICE float exponential(float value) { return expf(value); }         // at most 2 ulp off
+DEVICE float hyperbolic_tangent(float value) { return tanhf(value); } // at most 2 ulp off
 DEVICE float error_function(float value) { return erff(value); }      // at most 2 ulp off
 DEVICE float power_of_two(float value) {                              // 2 ulp; results below 2^-126 become 0
   float power;

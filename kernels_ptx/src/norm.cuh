@@ -31,7 +31,6 @@ DEVICE Pack<X, N> scaled(const Pack<X, N>& x, const Pack<X, N>& weight, float sc
 // fetch(column) gives the pack of x there, once for each column; `again` is where x can be read after that.
 template <int N, typename X, typename Fetch>
 DEVICE void norm_row(Fetch fetch, const X* again, const X* weight, float epsilon, X* out, int hidden) {
-  SHARED_ARRAY(float, partials, MOST_WARPS);
   const int stride = thread_count() * N;
   const int first = thread_index() * N;
   const int rest = first + KEPT * stride;
@@ -47,7 +46,7 @@ DEVICE void norm_row(Fetch fetch, const X* again, const X* weight, float epsilon
   NO_UNROLL
   for (int column = rest; column < hidden; column += stride) squares = add_squares(squares, fetch(column));
 
-  const float mean = block_sum(squares, partials) / float(hidden);
+  const float mean = block_sum(squares) / float(hidden);
   const float scale = 1.0f / square_root(mean + epsilon);
   UNROLL
   for (int i = 0; i < KEPT; ++i) {

@@ -12,9 +12,9 @@ DEVICE float warp_sum(float value) {
   return value;
 }
 
-// The sum of every thread's value, the same bits in all of them. `partials`: MOST_WARPS floats of shared memory, free
-// to be written when the call begins, and again after the next sync_block().
-DEVICE float block_sum(float value, float* partials) {
+// The sum of every thread's value, the same bits in all of them. Between two calls there must be a sync_block().
+DEVICE float block_sum(float value) {
+  SHARED_ARRAY(float, partials, MOST_WARPS);
   value = warp_sum(value);
   if (lane_index() == 0) partials[warp_index()] = value;
   sync_block();

@@ -31,7 +31,7 @@ ALL_KERNELS = frozenset(fusion.kernel for fusion in FUSIONS)
 
 
 def fuse(program: Program, kernels: Collection[str]) -> Program:
-    """Replace chains by the fused `kernels` that the device has for this dtype and batch; greedy, longest chain first."""
+    """Replace chains by the fused `kernels` that exist for the device, dtype and batch: greedy, the longest first."""
     flat = unfused(program)
     ops: list[Plain] = [op for op in flat.ops if not isinstance(op, FusedOp)]
     uses = Counter(tensor.name for op in ops for tensor in set(reads(op)))

@@ -92,7 +92,7 @@ def _nucleus(values: Float32, best: np.float32, params: SamplingParams) -> Float
     """The values, descending, of the shortest prefix whose mass reaches top_p of the whole."""
     pieces = range(0, values.size, _PIECE)
     total = sum(int(_masses(values[at : at + _PIECE], best, params.temperature).sum()) for at in pieces)
-    need = max(1, math.ceil(params.top_p * total))
+    need = math.ceil(params.top_p * total)
     for size in (*_NUCLEUS_SIZES, values.size):
         head = np.ascontiguousarray(np.sort(_largest(values, size))[::-1])
         reached = np.cumsum(_masses(head, best, params.temperature))

@@ -21,7 +21,7 @@ _FLOAT32_MAX = 3.4028234663852886e38  # parameters travel to the device as float
 _FLOAT32_TINY = 2.0**-126  # the smallest that every device holds: a division by it is not one by 0
 _INT64_MAX = 2**63 - 1
 _BIAS_LIMIT = 100.0
-_DECIMAL = re.compile(r"-?[0-9]{1,19}", re.ASCII)
+_DECIMAL = re.compile(r"-?[0-9]{1,19}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,6 +83,7 @@ def from_metadata(metadata: Mapping[str, object], *, origin: str) -> TokenizerPa
         else {},
         add_bos=keys.flag("add_bos_token", adds_bos and "bos_token" in tokens),
         end_ids=tuple(keys.ids("eot_token_id", "eom_token_id").values()),
+        vocab_size=len(keys.tokens),
     )
 
 

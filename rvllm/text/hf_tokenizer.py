@@ -35,6 +35,7 @@ class TokenizerParts:
     templates   "default", "tool_use", ... -> chat templates
     add_bos     whether raw prompts begin with BOS; None: as the backend's post-processor does
     end_ids     further ids that end a turn, beside eos_token
+    vocab_size  one more than the greatest id; None: to be found out, which takes 0.2 s for 130,000 tokens
     """
 
     backend: tokenizers.Tokenizer
@@ -43,6 +44,7 @@ class TokenizerParts:
     templates: Mapping[str, TemplateText]
     add_bos: bool | None
     end_ids: tuple[int, ...] = ()
+    vocab_size: int | None = None
 
 
 def read_folder(root: Path) -> TokenizerParts:

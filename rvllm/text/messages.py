@@ -90,9 +90,22 @@ def strings_in(value: object) -> Iterator[str]:
 
 
 def unused_character(*values: object) -> str:
-    """A character of Unicode's private plane 15 that no text in `values` contains."""
-    used = set().union(*(strings_in(value) for value in values))
-    return next(chr(code) for code in range(0xF0000, 0xFFFFD) if not any(chr(code) in text for text in used))
+    """A character that no text in `values` has, neither itself nor escaped as JSON does. Raises BadRequest: none left.
+
+    It is one that passes through templates as it is: a rare ideograph (CJK extension B), printable, without case,
+    without another normal form.
+    """
+    texts = list(strings_in(values))
+    used = set().union(*texts)
+    for code in range(0x20000, 0x20100):
+        if chr(code) not in used and not any(json_escape(chr(code)) in text for text in texts):
+            return chr(code)
+    raise BadRequest("the text has all of the rare characters U+20000 to U+200FF in it", param="messages")
+
+
+def json_escape(character: str) -> str:
+    """`character` as JSON that is limited to ASCII writes it."""
+    return json.dumps(character)[1:-1]
 
 
 def _message(place: str, message: object) -> Message:

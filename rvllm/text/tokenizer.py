@@ -19,7 +19,7 @@ from rvllm.model.files import ModelFiles, locate
 from rvllm.text.chat_template import ChatTemplate
 from rvllm.text.gguf_tokenizer import read_gguf
 from rvllm.text.hf_tokenizer import DEFAULT_TEMPLATE, TemplateText, TokenizerParts, read_folder, read_template
-from rvllm.text.messages import Message, check_tools, map_strings, normalise, unused_character
+from rvllm.text.messages import Message, check_tools, json_escape, map_strings, normalise, unused_character
 
 _TOOL_TEMPLATE = "tool_use"
 
@@ -41,7 +41,7 @@ class Tokenizer:
             {token.content: number for number, token in added.items() if token.special}
         )
         self.special_ids = frozenset(self.special_tokens.values())
-        self.vocab_size: int = max([self._backend.get_vocab_size(False), *(number + 1 for number in added)])
+        self.vocab_size: int = parts.vocab_size or 1 + max(self._backend.get_vocab().values(), default=-1)
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_id = self._id_of("eos_token")
         eos = () if self.eos_token_id is None else (self.eos_token_id,)
@@ -130,9 +130,9 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             kwargs=guard.kwargs,
         )
-        if guard.breaker not in text:
-            return self.encode(text)
-        return self._encode_guarded(text, guard.breaker)
+        # Templates may have written it as ASCII.
+        text = text.replace(json_escape(guard.breaker), guard.breaker)
+        return self._encode_guarded(text, guard.breaker) if guard.breaker in text else self.encode(text)
 
     def _encode_guarded(self, text: str, breaker: str) -> list[int]:
         """Ids of `text` in which `breaker` keeps apart what must stay plain text.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -126,9 +127,9 @@ def test_json_is_one_object_with_everything(paris: Path) -> None:
 def test_text_comes_as_it_is_made(endless: Path) -> None:
     with started("generate", "x", "--model", endless, "--raw") as process:
         assert process.stdout is not None
-        begun = time.monotonic()
-        assert process.stdout.read(3) == b"aaa"  # of a text that never ends
-        assert time.monotonic() - begun < LIMIT_S
+        first = os.read(process.stdout.fileno(), 1 << 16)
+        # A buffer would hand over its 8 KiB at once; the text itself never ends.
+        assert 0 < len(first) < 4096
 
 
 def test_the_output_ends_in_exactly_one_newline(models: Path) -> None:
@@ -253,12 +254,13 @@ def test_ctrl_c_during_generation_ends_quietly_and_keeps_what_was_written(endles
         assert_interrupted(process)
 
 
-def test_two_interrupts_at_once_end_quietly_too(endless: Path) -> None:
+def test_many_interrupts_end_quietly_too(endless: Path) -> None:
     with started("generate", "x", "--model", endless, "--raw", "-q") as process:
         assert process.stdout is not None
         process.stdout.read(3)
-        process.send_signal(signal.SIGINT)
-        process.send_signal(signal.SIGINT)
+        while process.poll() is None:  # until it is gone, so that some fall into the tidying up
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.0005)
         assert_interrupted(process)
 
 
@@ -357,13 +359,18 @@ def test_a_conversation_in_a_terminal(counting: Path) -> None:
 
 @in_terminal
 def test_ctrl_c_stops_a_reply_and_at_the_prompt_leaves(endless: Path) -> None:
-    with terminal("--model", endless) as child:
+    with terminal("--model", endless, "-v") as child:
+        tokens = []
         for _ in range(2):
             child.expect("> ")
             child.sendline("hello")
             child.expect("aaaa")
             child.sendintr()
             child.expect("stopped; the reply so far is kept")
+            child.expect(r"([\d,]+) tokens in, ([\d,]+) out")
+            tokens.append([int(count.replace(",", "")) for count in child.match.groups()])
+        (first_prompt, first_reply), (second_prompt, _) = tokens
+        assert second_prompt >= 2 * first_prompt + first_reply - 1  # the first turn is in the second, reply and all
         child.expect("> ")
         child.sendintr()
         assert ended(child) == 0

@@ -154,7 +154,6 @@ def test_a_broken_model_is_refused_by_the_file_that_is_broken(case: str, tmp_pat
         (("--max-model-len", "2k", "--kv-cache-memory-bytes", "64KiB"), ("2,000", "--kv-cache-memory-bytes")),
         (("--generation-config", "nowhere"), ("nowhere/generation_config.json",)),
         (("--chat-template", "{% for %}"), ("template",)),
-        (("--load-format", "gguf"), ("gguf",)),
     ],
 )
 def test_settings_that_cannot_be_are_refused(

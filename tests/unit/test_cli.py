@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
@@ -143,6 +146,48 @@ def test_an_interrupt_that_became_another_error_is_still_an_interrupt(monkeypatc
         run(["generate"], interrupts)
 
 
+@pytest.fixture
+def interrupts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interrupts]:
+    """Watching SIGINT, which then is as it was; leaving at once is an exception here."""
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr("sys.unraisablehook", sys.unraisablehook)
+    monkeypatch.setattr("os._exit", leave)
+    watching = Interrupts()
+    watching.watch()
+    yield watching
+    signal.signal(signal.SIGINT, before)
+
+
+def test_the_first_interrupt_raises_and_the_second_leaves_at_once(interrupts: Interrupts) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert interrupts.seen
+    with pytest.raises(SystemExit) as exit:
+        signal.raise_signal(signal.SIGINT)
+    assert exit.value.code == 130
+
+
+def test_an_interrupt_that_a_finalizer_would_swallow_leaves_at_once(interrupts: Interrupts) -> None:
+    with pytest.raises(SystemExit) as exit:
+        sys.unraisablehook(SimpleNamespace(exc_type=KeyboardInterrupt))
+    assert exit.value.code == 130
+
+
+def test_a_signal_that_the_parent_had_us_ignore_stays_ignored(interrupts: Interrupts) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Interrupts().watch()
+    signal.raise_signal(signal.SIGINT)
+    Interrupts().release()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    Interrupts().release()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+
+
 # --- Values
 
 
@@ -236,8 +281,6 @@ def test_the_summary_has_tokens_first_token_and_speed() -> None:
 
 
 def test_the_first_interrupt_of_a_reply_stops_it_and_the_second_raises() -> None:
-    import signal
-
     before = signal.getsignal(signal.SIGINT)
     with Stoppable(True) as reply:
         assert not reply.stopped

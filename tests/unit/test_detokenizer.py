@@ -59,9 +59,8 @@ def test_a_prompt_and_its_output_join_to_the_text_of_both_for_real_tokenizers(na
 
 
 def test_a_prompt_that_ends_inside_a_character_does_not_come_out_again() -> None:
-    for script in ([b"\xb6", "!"], [b"\xb6!"]):
-        assert "".join(pieces("bytelevel", [b"Hello \xf0\x9f\x8c"], script)) == "🌶!"
-    assert "".join(pieces("bytelevel", [b"Hello \xf0\x9f\x8c"], ["!"])) in ("!", "\ufffd!")
+    assert "".join(pieces("bytelevel", [b"Hello \xf0\x9f\x8c"], [b"\xb6!"])) == "🌶!"
+    assert "".join(pieces("bytelevel", [b"Hello \xf0\x9f\x8c"], ["!"])) == "!"
 
 
 def test_characters_come_out_whole() -> None:

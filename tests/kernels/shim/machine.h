@@ -4,6 +4,7 @@
 // accesses happen first. One schedule finds what another hides: a missing barrier shows when one warp runs far ahead.
 #pragma once
 
+#include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
@@ -15,7 +16,7 @@
 
 namespace shim {
 
-enum Schedule { ROUND_ROBIN, REVERSE, RANDOM, ONE_WARP };  // ONE_WARP: until all its threads wait; then any other
+enum Schedule { ROUND_ROBIN, REVERSE, RANDOM, ONE_WARP };  // ONE_WARP: until all its threads wait or yield; then any
 
 constexpr int MOST_THREADS = 1024;
 constexpr int LANES = 32;
@@ -78,6 +79,7 @@ struct Machine {
   uint32_t runnable[MOST_THREADS / LANES] = {};
   int current = 0;
   int unfinished = 0;
+  bool gives_way = false;
   bool failed = false;
   Home home;
   uint64_t random_state = 0;
@@ -115,7 +117,11 @@ inline void fail(const char* format, ...) {
 
 inline void set_runnable(int thread) { machine.runnable[thread / LANES] |= 1u << thread % LANES; }
 
-inline void yield() { back_to_scheduler(); }
+// Let others run first: another warp too, since this thread may wait for what that one does.
+inline void yield() {
+  machine.gives_way = true;
+  back_to_scheduler();
+}
 
 // For what the hardware does with all lanes of a warp or not at all.
 inline void need_whole_warp(const char* operation) {
@@ -246,7 +252,8 @@ inline int pick(int last, int threads) {
       return next_runnable(random_below(threads), 0, threads);
     case ONE_WARP: {
       const int begin = last / LANES * LANES, end = begin + LANES < threads ? begin + LANES : threads;
-      const int same_warp = next_runnable(last, begin, end);
+      const int same_warp = machine.gives_way ? -1 : next_runnable(last, begin, end);
+      machine.gives_way = false;
       return same_warp >= 0 ? same_warp : next_runnable(random_below(threads), 0, threads);
     }
     default:
@@ -322,7 +329,7 @@ inline void run_grid() {
   for (size_t i = order.size(); i-- > 1;) {
     if (machine.launch->schedule >= RANDOM) std::swap(order[i], order[random_below(uint32_t(i + 1))]);
   }
-  if (machine.launch->schedule == REVERSE) order.assign(order.rbegin(), order.rend());
+  if (machine.launch->schedule == REVERSE) std::reverse(order.begin(), order.end());
   for (size_t i = 0; i < order.size() && !machine.failed; ++i) {
     machine.block[0] = int(order[i] % grid[0]);
     machine.block[1] = int(order[i] / grid[0] % grid[1]);

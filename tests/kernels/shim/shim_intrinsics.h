@@ -76,12 +76,12 @@ T shuffle_xor(T value, int lane_bits, uint32 lanes = ALL_LANES) {
   const int source = (thread_index() ^ lane_bits) & (WARP - 1);
   return shim::from_lane<T>(shim::meet("shuffle_xor", lanes, &value, sizeof(T)), source);
 }
-DEVICE uint32 ballot(bool vote, uint32 lanes = ALL_LANES) {
-  const unsigned char shown = vote;
-  const auto slots = shim::meet("ballot", lanes, &shown, 1);
-  uint32 votes = 0;
-  for (int lane = 0; lane < WARP; ++lane) votes |= uint32(slots[lane][0] == 1) << lane;
-  return votes;
+DEVICE uint32 lanes_where(bool holds, uint32 lanes = ALL_LANES) {
+  const unsigned char shown = holds;
+  const auto slots = shim::meet("lanes_where", lanes, &shown, 1);
+  uint32 found = 0;
+  for (int lane = 0; lane < WARP; ++lane) found |= uint32(slots[lane][0] == 1) << lane;
+  return found;
 }
 
 DEVICE Words4 load_words4(const void* address) { return *static_cast<const Words4*>(shim::aligned(address, 16)); }

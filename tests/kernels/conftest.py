@@ -1,0 +1,29 @@
+"""Fixtures of the kernel tests: the device that kernels run on, the element format, the tier."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels.device import Device, ShimMemory
+from tests.kernels.elements import ELEMENTS, Element
+from tests.kernels.shim import tiers_of
+
+
+@pytest.fixture(scope="session", params=["shim", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Device:
+    if request.param == "shim":
+        return Device(ShimMemory())
+    # The GPU's side of the seam: a `Memory` over rvllm.backend.cuda. It skips where no device opens.
+    cuda = pytest.importorskip("tests.kernels.cuda", reason="nothing here launches on a GPU")
+    return Device(cuda.open_memory())
+
+
+@pytest.fixture(params=ELEMENTS, ids=lambda element: element.name)
+def element(request: pytest.FixtureRequest) -> Element:
+    return request.param
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that asks for `tier` runs for every tier that its module's STEM is built for."""
+    if "tier" in metafunc.fixturenames:
+        metafunc.parametrize("tier", tiers_of(metafunc.module.STEM))

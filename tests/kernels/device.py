@@ -1,0 +1,144 @@
+"""Launch kernels on numpy arrays, wherever they run: the host's fibers now, a GPU by another `Memory`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.kernels import shim
+
+Array = npt.NDArray[Any]
+Argument = Array | int | float
+
+GUARD = 0xA5
+
+
+class Memory(Protocol):
+    """A device: what `Device` needs of one.
+
+    `runs` are the ways in which one launch is tried, by name; all must give the same bits. `guard_bytes`, a multiple
+    of 256, are put around every allocation to see writes outside it.
+    """
+
+    runs: tuple[str, ...]
+    guard_bytes: int
+
+    def allocate(self, nbytes: int) -> int:
+        """The address of `nbytes` bytes, aligned to 256."""
+        ...
+
+    def free(self, address: int) -> None: ...
+
+    def write(self, address: int, data: bytes) -> None: ...
+
+    def read(self, address: int, nbytes: int) -> bytes: ...
+
+    def launch(
+        self,
+        run: str,
+        stem: str,
+        entry: str,
+        grid: tuple[int, ...],
+        block: int,
+        arguments: Sequence[int | float],
+        shared_bytes: int,
+        tier: str | None,
+    ) -> None:
+        """Launch and wait; an address is an int among the arguments. Without a tier, the lowest that is built."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Runs a kernel on arrays, several times, and wants the same bits from each."""
+
+    memory: Memory
+
+    def run(
+        self,
+        stem: str,
+        entry: str,
+        grid: tuple[int, ...],
+        block: int,
+        args: Sequence[Argument],
+        shared_bytes: int = 0,
+        *,
+        tier: str | None = None,
+    ) -> None:
+        """Every array of `args` is copied to the device and back; one that is given twice is one buffer."""
+        arrays = list({id(argument): argument for argument in args if isinstance(argument, np.ndarray)}.values())
+        results = []
+        for run in self.memory.runs:
+            buffers = {id(array): _Buffer(self.memory, array) for array in arrays}
+            values = [buffers[id(arg)].address if isinstance(arg, np.ndarray) else arg for arg in args]
+            self.memory.launch(run, stem, entry, grid, block, values, shared_bytes, tier)
+            results.append([buffers[id(array)].take_back() for array in arrays])
+        for run, result in zip(self.memory.runs, results):
+            for index, (first, again) in enumerate(zip(results[0], result)):
+                assert first == again, f"{entry}: array {index} differs between {self.memory.runs[0]!r} and {run!r}"
+        for array, data in zip(arrays, results[0]):
+            array[...] = np.frombuffer(data, dtype=array.dtype).reshape(array.shape)
+
+
+class _Buffer:
+    """An array's copy on the device, with guards around it."""
+
+    def __init__(self, memory: Memory, array: Array) -> None:
+        assert array.flags.c_contiguous
+        self._memory, self._nbytes = memory, array.nbytes
+        guard = bytes([GUARD]) * memory.guard_bytes
+        self._start = memory.allocate(array.nbytes + 2 * len(guard))
+        self.address = self._start + len(guard)
+        memory.write(self._start, guard + array.tobytes() + guard)
+
+    def take_back(self) -> bytes:
+        """The bytes; the buffer is gone. Fails if a guard was written."""
+        guard = self._memory.guard_bytes
+        data = self._memory.read(self._start, self._nbytes + 2 * guard)
+        self._memory.free(self._start)
+        assert set(data[:guard] + data[guard + self._nbytes :]) <= {GUARD}, "memory beside an array was written"
+        return data[guard : guard + self._nbytes]
+
+
+class ShimMemory:
+    """The host: kernels run as fibers, once in each schedule."""
+
+    runs = shim.SCHEDULES
+    guard_bytes = 0 if shim.SANITIZED else 256  # the sanitizer wants to see the end of the allocation
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None)
+        self._libc.free.argtypes = [ctypes.c_void_p]
+
+    def allocate(self, nbytes: int) -> int:
+        address = ctypes.c_void_p()
+        status = self._libc.posix_memalign(ctypes.byref(address), ctypes.c_size_t(256), ctypes.c_size_t(nbytes))
+        assert status == 0 and address.value is not None, status
+        return address.value
+
+    def free(self, address: int) -> None:
+        self._libc.free(address)
+
+    def write(self, address: int, data: bytes) -> None:
+        ctypes.memmove(address, data, len(data))
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        return ctypes.string_at(address, nbytes)
+
+    def launch(
+        self,
+        run: str,
+        stem: str,
+        entry: str,
+        grid: tuple[int, ...],
+        block: int,
+        arguments: Sequence[int | float],
+        shared_bytes: int,
+        tier: str | None,
+    ) -> None:
+        shim.launch(stem, entry, grid, block, arguments, shared_bytes, schedule=run, seed=len(entry), tier=tier)
