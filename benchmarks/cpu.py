@@ -2,8 +2,8 @@
 
     python benchmarks/cpu.py
 
-Logits and greedy tokens of the tiny reference models; greedy tokens of SmolLM2-135M-Instruct on six prompts; a row alone
-against the row in a batch; decode and prefill speed. The last line is JSON.
+Logits and greedy tokens of the tiny reference models; greedy tokens of SmolLM2-135M-Instruct on six prompts; a row
+alone against the row in a batch; decode and prefill speed. The last line is JSON.
 """
 
 from __future__ import annotations

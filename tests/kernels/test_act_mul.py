@@ -60,7 +60,7 @@ def test_every_number_is_activated_to_one_place(device: Device, element: Element
 
 
 @pytest.mark.parametrize("activation", NAMES)
-@pytest.mark.parametrize(("tokens", "width"), [(1, 8), (9, 50), (2, 40), (3, 1536), (1, 4864), (2, 2056)])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 8), (9, 50), (2, 40), (2, 1111), (3, 1536), (1, 4864), (2, 2056)])
 def test_gate_and_up_are_paired(
     device: Device, element: Element, tier: str, activation: str, tokens: int, width: int
 ) -> None:

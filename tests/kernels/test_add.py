@@ -17,7 +17,7 @@ def run(device: Device, element: Element, x: Array, y: Array, out: Array, tier: 
     device.run(STEM, f"add_{element.name}", (-(-x.size // 2048),), 256, [x, y, out, x.size], tier=tier)
 
 
-@pytest.mark.parametrize("shape", [(1, 8), (1, 1), (7, 36), (3, 40), (9, 576), (1, 3584), (2, 8192)])
+@pytest.mark.parametrize("shape", [(1, 8), (1, 1), (1, 23), (7, 36), (3, 40), (9, 576), (1, 3584), (2, 8192)])
 def test_sums_are_rounded_once(device: Device, element: Element, tier: str, shape: tuple[int, int]) -> None:
     x, y = element.normal(RNG, *shape), element.normal(RNG, *shape, spread=30)
     out = poison(*shape)

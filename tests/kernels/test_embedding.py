@@ -13,7 +13,7 @@ STEM = "embedding"
 RNG = np.random.default_rng(1)
 
 
-@pytest.mark.parametrize("hidden", [8, 36, 40, 576, 896, 2056, 8192])
+@pytest.mark.parametrize("hidden", [8, 36, 40, 576, 896, 1111, 2056, 8192])
 def test_rows_are_copied_bit_for_bit(device: Device, element: Element, tier: str, hidden: int) -> None:
     table = element.normal(RNG, 11, hidden)
     ids = np.array([10, 0, 3, 3, 7, 10, 1, 9, 0], dtype=np.int32)

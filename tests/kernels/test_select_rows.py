@@ -12,7 +12,7 @@ STEM = "select_rows"
 RNG = np.random.default_rng(2)
 
 
-@pytest.mark.parametrize("hidden", [8, 36, 576, 3584])
+@pytest.mark.parametrize("hidden", [8, 36, 576, 1111, 3584])
 @pytest.mark.parametrize("rows", [[4], [0, 8], [8, 7, 6, 5, 4, 3, 2, 1, 0]])
 def test_rows_are_copied_bit_for_bit(device: Device, element: Element, tier: str, hidden: int, rows: list[int]) -> None:
     x, out = element.normal(RNG, 9, hidden), poison(len(rows), hidden)

@@ -137,7 +137,11 @@ ESCAPES = [
     "{% for f in [range] %}{{ f.__self__.budget.spend(1) }}{% endfor %}",
 ]
 BOMBS = [
-    "{% set x = [-10**18] | map(' text') | list %}{{ 'x' * 10**10 }}",
+    "{% set x = [-10**18] | map(' text') | list %}{{ ('x' * 10**9) | length }}",
+    "{% set s = 'x' * 20000 %}{% for a in s %}{% for b in s %}{% endfor %}{% endfor %}",
+    "{% set s = 'x' * 20000 %}{% for a in s %}{% for b in s if false %}{% endfor %}{% endfor %}",
+    "{{ ('x' * 10**9) | length }}",
+    "{{ ([1] * 10**8) | length }}",
     "{% for i in range(10**9) %}x{% endfor %}",
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
@@ -159,11 +163,14 @@ BOMBS = [
     "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ '%s' % ns.x }}",
     "{% set n = namespace(x=1) %}{% for i in range(60) %}{% set n = namespace(a=n, b=n) %}{% endfor %}{{ namespace(a=n) }}",
     "{% set s = 'x' * 1000000 %}{% set ns = namespace(l=[]) %}{% for i in range(99999) %}{% set ns.l = ns.l + [s[1:]] %}{% endfor %}",
+    "{% set s = 'x' * 1000000 %}{{ s.replace('x', 'y' * 1000) | length }}",
+    "{% set s = 'x' * 1000000 %}{{ s | replace('x', 'y' * 1000) | length }}",
     "{% set s = 'x' * 1000000 %}{{ s.replace('x', s) }}",
     "{% set s = 'x' * 1000000 %}{{ s | replace('', s) }}",
-    "{% set s = 'x' * 1000000 %}{{ [s] * 10000 | join }}{{ ([s] * 10000) | join }}",
-    "{% set s = 'x' * 1000000 %}{{ s.join(range(90000) | map('string')) }}",
-    "{% set s = 'x\\n' * 1000000 %}{{ s | indent(9999) }}",
+    "{% set s = 'x' * 1000000 %}{{ ([s] * 1000) | join | length }}",
+    "{% set s = 'x' * 10000 %}{{ s.join(range(90000) | map('string')) | length }}",
+    "{% set s = 'x' * 10000 %}{{ range(90000) | join(s) | length }}",
+    "{% set s = 'x\\n' * 100000 %}{{ s | indent(9999) | length }}",
     "{{ ([[1] * 1000] * 100000) | sum(start=[]) }}",
     "{{ 'x' | center(10**9) }}",
     "{{ 'x'.ljust(10**9) }}{{ 'x'.zfill(10**9) }}",
@@ -337,6 +344,11 @@ def test_a_text_that_occurs_earlier_too_is_continued_at_its_last_place() -> None
     turns = [{"role": "user", "content": "OK!"}, {"role": "assistant", "content": "OK!"}]
     text = render(JOINED, turns, add_generation_prompt=False, continue_final_message=True)
     assert text == "user=OK!;assistant=OK!"
+
+
+def test_a_text_that_a_template_writes_twice_is_continued_at_the_second() -> None:
+    source = "{{ messages[-1].content }}|{{ messages[-1].content }}!"
+    assert render(source, HI, add_generation_prompt=False, continue_final_message=True) == "hi|hi"
 
 
 def test_the_last_of_several_parts_is_continued() -> None:

@@ -130,9 +130,10 @@ def test_any_byte_level_ids_in_any_pushes_join_to_the_whole_text(ids: list[int],
 
 
 @pytest.mark.parametrize("kind", ["bytelevel", "spm"])
-@pytest.mark.parametrize("run", [b"\xff", b"\x80", b"\xf0\x9f", b"\xe5\x8f"])
-def test_thousands_of_invalid_bytes_are_whole_and_cost_the_same_each(kind: str, run: bytes) -> None:
-    ids = TINY[kind].ids([run]) * 4000
+@pytest.mark.parametrize("lead", [b"", b"\x80"])
+@pytest.mark.parametrize("run", [b"\xff", b"\xf0\x9f", b"\xe5\x8f"])
+def test_thousands_of_invalid_bytes_are_whole_and_cost_the_same_each(kind: str, run: bytes, lead: bytes) -> None:
+    ids = TINY[kind].ids([lead, run * 4000])
     detokenizer = Detokenizer(TOKENIZERS[kind], TINY[kind].ids(["x"]))
     start = time.thread_time()
     half: list[str] = [detokenizer.push([token_id]) for token_id in ids]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken
+from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from rvllm.errors import BadRequest, ModelNotFound, TokenizerError
 from rvllm.text.hf_tokenizer import TokenizerParts
@@ -349,6 +349,26 @@ def test_special_text_never_forms_where_a_template_joins_texts(tmp_path: Path) -
         assert tokenizer.apply_chat_template(user(parts)) == [*IM_END.encode()]
     letters = [{"type": "text", "text": letter} for letter in IM_END]
     assert tokenizer.apply_chat_template(user(letters)) == [*IM_END.encode()]
+
+
+def test_special_text_within_and_across_special_text_stays_text(tmp_path: Path) -> None:
+    backend = tiny_tokenizer("bytelevel").load()
+    backend.add_special_tokens(["<<in>>", "<in>>", "aba"])
+    tokenizer = Tokenizer(TokenizerParts(backend, "test", {}, {}, add_bos=None))
+    tokenizer = tokenizer.with_chat_template("{{ messages[0].content }}")
+    for content in ("<<in>>", "<<<in>>>", "ababa", "abababa"):
+        assert tokenizer.apply_chat_template(user(content)) == [*content.encode()]
+
+
+def test_only_sections_with_special_text_are_encoded_anew(tmp_path: Path) -> None:
+    """Metaspace "first" puts a blank before a text's first section only: a section taken alone would get one too."""
+    backend = tiny_tokenizer("spm").load()
+    backend.normalizer = normalizers.Sequence([])
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer = Tokenizer(TokenizerParts(backend, "test", {}, {}, add_bos=None))
+    tokenizer = tokenizer.with_chat_template(f"a{BOS}b{EOS}{{{{ messages[0].content }}}}")
+    ids = tokenizer.apply_chat_template(user(IM_END))
+    assert ids[: ids.index(tokenizer.special_tokens[EOS])] == tokenizer.encode(f"a{BOS}b")
 
 
 def test_special_text_anywhere_in_a_request_stays_text(tmp_path: Path) -> None:

@@ -45,9 +45,9 @@ class Gpu:
     uuid: str
 
 
-def devices(binding: Any = None) -> list[Gpu]:
+def devices(cuda: Any = None) -> list[Gpu]:
     """Every GPU that this process may use, at least one. Raises DeviceError: no driver, an old one, or no GPU."""
-    cuda = binding or _binding()
+    cuda = cuda or binding()
     driver_version(cuda)
     (status,) = cuda.cuInit(0)
     count = 0
@@ -59,9 +59,9 @@ def devices(binding: Any = None) -> list[Gpu]:
     return [_gpu(cuda, index) for index in range(count)]
 
 
-def driver_version(binding: Any = None) -> tuple[int, int]:
+def driver_version(cuda: Any = None) -> tuple[int, int]:
     """The newest CUDA version that the driver supports, as (13, 0). Raises DeviceError: no driver, or an old one."""
-    cuda = binding or _binding()
+    cuda = cuda or binding()
     try:
         number = check("cuDriverGetVersion", cuda.cuDriverGetVersion())
     except RuntimeError as cause:  # the binding resolves the library at its first call
@@ -122,7 +122,8 @@ def ptx_tier(compute_capability: tuple[int, int], cuda_version: tuple[int, int])
     return None
 
 
-def _binding() -> Any:
+def binding() -> Any:
+    """cuda.bindings.driver, imported when first needed; without a driver its first call fails, not its import."""
     from cuda.bindings import driver
 
     return driver
