@@ -126,7 +126,7 @@ def describe(source: Source, tier: Tier, ptx: str) -> Record:
         "ptx_version": tier.ptx_version,
         "minimum_driver": MINIMUM_DRIVERS[tier.ptx_version],
         "griddepcontrol": "griddepcontrol.wait" in ptx,
-        "entries": {name: record for name, record in _entries(source, ptx)},
+        "entries": dict(_entries(source, ptx)),
     }
 
 

@@ -1,7 +1,7 @@
 """The tiers that kernels are built for: architectures, PTX versions, the GPUs they run on. Data only.
 
-A tier's PTX runs on its own architecture and all later ones; an "a" tier's on its own alone. The `.version` line decides
-which drivers load it, so it is the lowest that the tier's instructions need, whatever the compiler writes.
+A tier's PTX runs on its own architecture and all later ones; an "a" tier's on its own alone. The `.version` line
+decides which drivers load it, so it is the lowest that the tier's instructions need, whatever the compiler writes.
 """
 
 from __future__ import annotations

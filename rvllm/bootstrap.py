@@ -220,8 +220,10 @@ def install(store, folder, read):
     try:
         os.mkdir(new)
         fill(new, read)
-        if os.path.isdir(folder) and not hold(folder):  # incomplete: move it out of the way
-            os.rename(folder, scratch(store))
+        if os.path.isdir(folder) and not hold(folder):  # incomplete: out of the way in one step, too
+            broken = scratch(store)
+            os.rename(folder, broken)
+            remove(broken)
         try:
             os.rename(new, folder)
         except OSError:

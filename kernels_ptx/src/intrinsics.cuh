@@ -144,30 +144,30 @@ DEVICE float fused_multiply_add(float a, float b, float c) { return __fmaf_rn(a,
 DEVICE double fused_multiply_add(double a, double b, double c) { return __fma_rn(a, b, c); }
 DEVICE int64 nearest_integer(double value) { return __double2ll_rn(value); }  // ties to even
 DEVICE float square_root(float value) { return __fsqrt_rn(value); }
-DEVICE float larger(float a, float b) { return fmaxf(a, b); }         // the number, where one is NaN
-DEVICE float exponential(float value) { return expf(value); }         // at most 2 ulp off
-DEVICE float hyperbolic_tangent(float value) { return tanhf(value); } // at most 2 ulp off
-DEVICE float error_function(float value) { return erff(value); }      // at most 2 ulp off
-DEVICE float power_of_two(float value) {                              // 2 ulp; results below 2^-126 become 0
+DEVICE float larger(float a, float b) { return fmaxf(a, b); }          // the number, where one is NaN
+DEVICE float exponential(float value) { return expf(value); }          // at most 2 ulp off
+DEVICE float hyperbolic_tangent(float value) { return tanhf(value); }  // at most 2 ulp off
+DEVICE float error_function(float value) { return erff(value); }       // at most 2 ulp off
+DEVICE float power_of_two(float value) {                               // 2 ulp; results below 2^-126 become 0
   float power;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(value));
   return power;
 }
 
 // ---- Matrix products of a warp, d += a b, in the fragment layouts of the PTX manual ("Matrix Fragments for mma").
-#define MMA_16816(type, name)                                                                             \
-  DEVICE void mma_16816(float (&d)[4], const uint32 (&a)[4], const uint32 (&b)[2], type) {                \
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." name "." name                                   \
-                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                   \
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                         \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                     \
+#define MMA_16816(type, name)                                                            \
+  DEVICE void mma_16816(float (&d)[4], const uint32(&a)[4], const uint32(&b)[2], type) { \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." name "." name                  \
+                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"  \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                        \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));    \
   }
-#define MMA_1688(type, name)                                                                              \
-  DEVICE void mma_1688(float (&d)[4], const uint32 (&a)[2], uint32 b, type) {                             \
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." name "." name                                    \
-                 ".f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"                               \
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                         \
-                 : "r"(a[0]), "r"(a[1]), "r"(b));                                                         \
+#define MMA_1688(type, name)                                                 \
+  DEVICE void mma_1688(float (&d)[4], const uint32(&a)[2], uint32 b, type) { \
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." name "." name       \
+                 ".f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"  \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])            \
+                 : "r"(a[0]), "r"(a[1]), "r"(b));                            \
   }
 
 // Four 8x8x4 products, one for each quad pair; from t80 on an emulation, and slow.

@@ -7,7 +7,8 @@
 #include "element.cuh"
 #include "reduce.cuh"
 
-// Packs of a row that a thread keeps in registers: 1024 threads keep rows of up to 16384 elements. The rest is read twice.
+// Packs of a row that a thread keeps in registers: 1024 threads keep rows of up to 16384 elements. The rest is read
+// twice.
 enum : int { KEPT = 2 };
 
 template <typename X, int N>

@@ -8,8 +8,9 @@
 // tiers: t70
 #include "intrinsics.cuh"
 
-// angle = quarter pi/2 + rest, |rest| <= pi/4 (Cody and Waite 1980). pi/2 is the sum of two float64, good to 2^-107; the
-// fused multiply-adds round only their results, so even the smallest rest of a float angle up to 2^30 keeps 40 bits.
+// angle = quarter pi/2 + rest, |rest| <= pi/4 (Cody and Waite 1980). pi/2 is the sum of two float64, good to 2^-107;
+// the fused multiply-adds round only their results, so even the smallest rest of a float angle up to 2^30 keeps 40
+// bits.
 DEVICE double reduce_angle(float angle, int64& quarter) {
   const double pi_2_high = 0x1.921fb54442d18p+0, pi_2_low = 0x1.1a62633145c07p-54;
   quarter = nearest_integer(double(angle) * 0x1.45f306dc9c883p-1);  // 2 / pi

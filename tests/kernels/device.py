@@ -108,7 +108,7 @@ class _Buffer:
 class ShimMemory:
     """The host: kernels run as fibers, once in each schedule."""
 
-    runs = shim.SCHEDULES
+    runs: tuple[str, ...] = shim.SCHEDULES
     guard_bytes = 0 if shim.SANITIZED else 256  # the sanitizer wants to see the end of the allocation
 
     def __init__(self) -> None:

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from kernels_ptx.build import HEADERS, ROOTS
 from kernels_ptx.source import Source, read_source
@@ -30,7 +31,7 @@ SANITIZED = os.environ.get("RVLLM_SHIM_SANITIZE") == "1"
 _FLAGS = ("-x", "c++", "-std=c++17", "-O1", "-g", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror")
 _RULES = ("-ffp-contract=off", "-fno-strict-aliasing", "-fno-gnu-unique", "-fvisibility=hidden")
 _SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
-_NUMBERS = {"i": ctypes.c_int32, "u": ctypes.c_uint32, "l": ctypes.c_int64, "f": ctypes.c_float}
+_NUMBERS: dict[str, Any] = {"i": ctypes.c_int32, "u": ctypes.c_uint32, "l": ctypes.c_int64, "f": ctypes.c_float}
 
 Argument = int | float  # an address is an int
 
@@ -40,7 +41,7 @@ class LaunchFailed(Exception):
 
 
 class _Launch(ctypes.Structure):
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("grid", ctypes.c_int * 3),
         ("block", ctypes.c_int),
         ("shared_bytes", ctypes.c_int),
@@ -50,7 +51,7 @@ class _Launch(ctypes.Structure):
     ]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def source_of(stem: str) -> Source:
     """The source of that stem, of the kernels or of the probes."""
     for root in ROOTS:
@@ -90,9 +91,9 @@ def launch(
         raise LaunchFailed(f"{entry}, schedule {schedule!r}: {given.message.decode(errors='replace')}")
 
 
-def _packed(entry: str, signature: str, arguments: Sequence[Argument]) -> list[ctypes._SimpleCData]:
+def _packed(entry: str, signature: str, arguments: Sequence[Argument]) -> list[ctypes._SimpleCData[Any]]:
     assert len(signature) == len(arguments), f"{entry} takes {len(signature)} arguments, {len(arguments)} were given"
-    values: list[ctypes._SimpleCData] = []
+    values: list[ctypes._SimpleCData[Any]] = []
     for letter, argument in zip(signature, arguments):
         if letter == "p":
             assert isinstance(argument, int), f"{entry}: {argument!r} is no address"
@@ -104,7 +105,7 @@ def _packed(entry: str, signature: str, arguments: Sequence[Argument]) -> list[c
     return values
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def load(stem: str, tier: str) -> ctypes.CDLL:
     """The library of a source for a tier, compiled if it is not in the cache."""
     source, tier_of = source_of(stem), TIERS[tier]

@@ -49,14 +49,16 @@ def lost(product: np.ndarray) -> np.ndarray:
 def test_every_number_is_activated_to_one_place(device: Device, element: Element, tier: str, activation: str) -> None:
     """Float arithmetic has 13 or more bits to spare, so at most a tie falls the other way: one place of X."""
     gate = every_number(element)
-    one = np.broadcast_to(element.encode(np.float32([1.0])), gate.shape)
+    one = np.broadcast_to(element.encode(np.ones(1, dtype=np.float32)), gate.shape)
     out = run(device, element, np.ascontiguousarray(np.concatenate([gate, one], axis=1)), activation, tier)
     x = element.decode(gate)
     with np.errstate(over="ignore", under="ignore"):
         exact = truth(activation, x.astype(np.float64)).astype(np.float32)
         defined = define.act_mul(np.concatenate([x, np.ones_like(x)], axis=1), activation, element.dtype)
         for expected in (element.encode(exact), element.encode(defined)):
-            assert np.all((ulps(out, expected) <= 1) | (np.abs(element.decode(out) - element.decode(expected)) <= lost(x)))
+            assert np.all(
+                (ulps(out, expected) <= 1) | (np.abs(element.decode(out) - element.decode(expected)) <= lost(x))
+            )
 
 
 @pytest.mark.parametrize("activation", NAMES)

@@ -37,7 +37,7 @@ def test_the_sum_may_replace_either_term(device: Device, element: Element, tier:
     total, out = poison(3, hidden), poison(3, hidden)
     run(device, element, x, y, weight, total, out, tier)
     for which in (0, 1):
-        terms, again = [x.copy(), y.copy()], poison(3, hidden)
-        run(device, element, *terms, weight, terms[which], again, tier)
+        terms, again = (x.copy(), y.copy()), poison(3, hidden)
+        run(device, element, terms[0], terms[1], weight, terms[which], again, tier)
         assert np.array_equal(terms[which], total)
         assert np.array_equal(again, out)

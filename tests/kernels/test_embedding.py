@@ -18,7 +18,9 @@ def test_rows_are_copied_bit_for_bit(device: Device, element: Element, tier: str
     table = element.normal(RNG, 11, hidden)
     ids = np.array([10, 0, 3, 3, 7, 10, 1, 9, 0], dtype=np.int32)
     out = poison(len(ids), hidden)
-    device.run(STEM, f"embedding_{element.name}", (len(ids), -(-hidden // 2048)), 256, [ids, table, out, hidden], tier=tier)
+    device.run(
+        STEM, f"embedding_{element.name}", (len(ids), -(-hidden // 2048)), 256, [ids, table, out, hidden], tier=tier
+    )
     assert np.array_equal(out, table[ids])
     assert np.array_equal(element.decode(out), define.embedding(ids, element.decode(table), element.dtype))
 

@@ -9,7 +9,7 @@ import pytest
 
 from rvllm.program.dtype import f32_to_bf16
 from tests.kernels import shim
-from tests.kernels.device import Device, ShimMemory
+from tests.kernels.device import Argument, Device, ShimMemory
 from tests.kernels.elements import ELEMENTS, Element, poison, ulps
 
 STEM = "probe"
@@ -17,7 +17,9 @@ RNG = np.random.default_rng(3)
 UNWRITTEN = -(2**31)
 
 
-def run(device: Device, entry: str, grid: int, block: int, *args: object, shared_bytes: int = 0, stem: str = STEM) -> None:
+def run(
+    device: Device, entry: str, grid: int, block: int, *args: Argument, shared_bytes: int = 0, stem: str = STEM
+) -> None:
     device.run(stem, entry, (grid,), block, list(args), shared_bytes)
 
 
@@ -52,7 +54,14 @@ def test_the_functions_are_as_exact_as_they_say(device: Device) -> None:
     out = np.full((7, len(values)), math.nan, dtype=np.float32)
     run(device, "probe_functions", len(values) // 64, 64, values, out, len(values))
     wide = values.astype(np.float64)
-    truths = (np.exp(wide), np.tanh(wide), np.vectorize(math.erf)(wide), np.exp2(wide), np.sqrt(np.abs(wide)), wide * wide - 1)
+    truths = (
+        np.exp(wide),
+        np.tanh(wide),
+        np.vectorize(math.erf)(wide),
+        np.exp2(wide),
+        np.sqrt(np.abs(wide)),
+        wide * wide - 1,
+    )
     for places, truth, found in zip((2.5, 2.5, 2.5, 2.5, 0.5, 0.5), truths, out):
         off = np.abs(found - truth) / np.spacing(np.abs(truth).astype(np.float32))
         assert off.max() <= places + 1e-3
@@ -73,7 +82,9 @@ def test_lanes_exchange_values_and_halves_of_a_warp_sum_apart(device: Device) ->
 def test_a_block_sums_its_threads_in_one_order(device: Device, threads: int) -> None:
     values, out = RNG.standard_normal((5, threads), dtype=np.float32), np.full(5, math.nan, dtype=np.float32)
     run(device, "probe_block_sum", 5, threads, values, out)
-    expected = [tree(np.append([tree(warp) for warp in row.reshape(-1, 32)], np.zeros(32 - threads // 32))) for row in values]
+    expected = [
+        tree(np.append([tree(warp) for warp in row.reshape(-1, 32)], np.zeros(32 - threads // 32))) for row in values
+    ]
     assert np.array_equal(out, np.array(expected, dtype=np.float32))
 
 
@@ -217,7 +228,7 @@ def test_what_would_hang_a_gpu_is_an_error(entry: str, block: int, message: str,
 
 def test_a_misaligned_vector_is_an_error() -> None:
     values, out = blank(8), blank(1)
-    with pytest.raises(shim.LaunchFailed, match="16 bytes at .*not aligned"):
+    with pytest.raises(shim.LaunchFailed, match=r"16 bytes at .*not aligned"):
         shim.launch(STEM, "probe_misaligned", (1,), 1, [values.ctypes.data, out.ctypes.data])
 
 

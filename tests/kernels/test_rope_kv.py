@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rvllm.backend import definitions as define
-from tests.kernels.device import Device
+from tests.kernels.device import Argument, Device
 from tests.kernels.elements import Bits, Element, poison
 
 STEM = "rope_kv"
@@ -47,13 +47,19 @@ def inputs(element: Element, shape: Shape, tokens: int) -> tuple[Bits, np.ndarra
 
 
 def run(
-    device: Device, element: Element, shape: Shape, qkv: Bits, angles: np.ndarray, slots: np.ndarray, tier: str | None = None
+    device: Device,
+    element: Element,
+    shape: Shape,
+    qkv: Bits,
+    angles: np.ndarray,
+    slots: np.ndarray,
+    tier: str | None = None,
 ) -> tuple[Bits, Bits]:
     """What is handed on, and the cache, in which what was not written is poison."""
     cache = poison(2, BLOCKS, shape.kv_heads, shape.block, shape.head_dim)
     out = poison(len(qkv), shape.heads * shape.head_dim)
-    sizes = [shape.heads, shape.kv_heads, shape.head_dim, shape.half, BLOCKS, shape.block]
-    args = [qkv, angles, slots, cache, out, *sizes]
+    sizes = (shape.heads, shape.kv_heads, shape.head_dim, shape.half, BLOCKS, shape.block)
+    args: list[Argument] = [qkv, angles, slots, cache, out, *sizes]
     device.run(STEM, f"rope_kv_{element.name}", (len(qkv),), 256, args, tier=tier)
     return out, cache
 

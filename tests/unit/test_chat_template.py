@@ -137,9 +137,9 @@ ESCAPES = [
     "{% for f in [range] %}{{ f.__self__.budget.spend(1) }}{% endfor %}",
 ]
 BOMBS = [
-    "{% set x = [-10**18] | map(' text') | list %}{{ ('x' * 10**9) | length }}",
+    "{% set x = [0 - 10**18] | map(' text') | list %}{{ ('x' * 10**9) | length }}",
     "{% set s = 'x' * 20000 %}{% for a in s %}{% for b in s %}{% endfor %}{% endfor %}",
-    "{% set s = 'x' * 20000 %}{% for a in s %}{% for b in s if false %}{% endfor %}{% endfor %}",
+    "{% set s = 'x' * 1000000 %}{% for a in s if " + "a == 'y' or " * 99 + "false %}{% endfor %}",
     "{{ ('x' * 10**9) | length }}",
     "{{ ([1] * 10**8) | length }}",
     "{% for i in range(10**9) %}x{% endfor %}",

@@ -1,6 +1,6 @@
 // Makes a kernel callable from outside: SHIM_ENTRY(name) after its definition gives
-//   launch_name(launch, arguments)   arguments: one pointer to each value, as for cuLaunchKernel; 0, or 1 with a message
-//   signature_name()                 one letter an argument: p pointer, i int, u uint32, l int64, f float
+//   launch_name(launch, arguments)   arguments: one pointer to each value, as for cuLaunchKernel; 0, or 1 with a
+//   message signature_name()                 one letter an argument: p pointer, i int, u uint32, l int64, f float
 #pragma once
 
 #include <utility>
@@ -37,8 +37,8 @@ int launch(void (*kernel)(A...), Launch& to, void** arguments) {
 }  // namespace shim
 
 #define SHIM_EXPORT extern "C" __attribute__((visibility("default")))
-#define SHIM_ENTRY(name)                                                              \
-  SHIM_EXPORT int launch_##name(shim::Launch* launch, void** arguments) {              \
-    return shim::launch(name, *launch, arguments);                                    \
-  }                                                                                   \
+#define SHIM_ENTRY(name)                                                  \
+  SHIM_EXPORT int launch_##name(shim::Launch* launch, void** arguments) { \
+    return shim::launch(name, *launch, arguments);                        \
+  }                                                                       \
   SHIM_EXPORT const char* signature_##name() { return shim::signature(name); }

@@ -44,7 +44,7 @@ struct Copy {
 struct Thread {
   Fiber fiber;
   bool finished = false;
-  const char* waits_for = nullptr;  // null: it spins
+  const char* waits_for = nullptr;        // null: it spins
   std::vector<std::vector<Copy>> copies;  // committed groups, and last the open one
 };
 
@@ -176,7 +176,7 @@ inline void meet_if_complete(Warp& warp, int warp_index, Meeting& meeting) {
 }
 
 // Show `bytes` to the other lanes, wait for theirs; gives the slots of all lanes, whole until this thread next waits.
-inline const unsigned char (*meet(const char* operation, uint32_t lanes, const void* shown, int bytes))[SLOT_BYTES] {
+inline const unsigned char (*meet(const char* operation, uint32_t lanes, const void* shown, int bytes)) [SLOT_BYTES] {
   static_assert(SLOT_BYTES >= 24, "a and b of the largest matrix product");
   const int warp_index = machine.current / LANES, lane = machine.current % LANES;
   Warp& warp = machine.warps[warp_index];

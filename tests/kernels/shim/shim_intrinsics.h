@@ -11,8 +11,8 @@
 #define DEVICE inline
 #define UNROLL
 #define NO_UNROLL
-#define SHARED_ARRAY(type, name, count)             \
-  alignas(16) static type name[count];              \
+#define SHARED_ARRAY(type, name, count) \
+  alignas(16) static type name[count];  \
   shim::poison_once(name, sizeof(type) * (count))
 #define DYNAMIC_SHARED(name) unsigned char* name = shim::machine.shared
 
@@ -145,8 +145,8 @@ DEVICE uint16 half_bits(float value) {
   if (std::isnan(value)) return 0x7fff;
   if (size >= 65520.0f) return sign | 0x7c00;
   int exponent;
-  std::frexp(size, &exponent);              // 2^(exponent - 1) <= size < 2^exponent
-  if (size < 0x1p-14f) exponent = -13;      // subnormal: the last place is 2^-24
+  std::frexp(size, &exponent);          // 2^(exponent - 1) <= size < 2^exponent
+  if (size < 0x1p-14f) exponent = -13;  // subnormal: the last place is 2^-24
   const uint32 places = uint32(std::nearbyint(std::ldexp(size, 11 - exponent)));  // 1024..2048, less if subnormal
   return uint16(sign | (((exponent + 13) << 10) + places));
 }

@@ -28,8 +28,8 @@ void probe_functions(const float* values, float* out, int count) {
   out[6 * count + i] = float(nearest_integer(double(x)));
 }
 
-// Lane arithmetic: out[0][i] the value of lane (i + 5) % 32, out[1][i] of lane i ^ 3, out[2][i] who is odd, out[3][i] the
-// sum over the half warp that i is in, each half meeting on its own. block 32.
+// Lane arithmetic: out[0][i] the value of lane (i + 5) % 32, out[1][i] of lane i ^ 3, out[2][i] who is odd, out[3][i]
+// the sum over the half warp that i is in, each half meeting on its own. block 32.
 KERNEL(32)
 void probe_lanes(const int* values, int* out) {
   const int lane = lane_index(), value = values[lane];
@@ -106,9 +106,7 @@ KERNEL(32) void probe_mixed_operations(int* out) {
 }
 
 // A vector access at an odd address. block 1.
-KERNEL(32) void probe_misaligned(const int* values, int* out) {
-  *out = int(load_words4(values + 1).word[0]);
-}
+KERNEL(32) void probe_misaligned(const int* values, int* out) { *out = int(load_words4(values + 1).word[0]); }
 
 // A write behind the block's shared memory, and a read of memory that is not ours if `far`. block 1.
 KERNEL(32) void probe_overrun(int* out, int shared_bytes, int far) {
