@@ -43,7 +43,7 @@ def quiet(message: str) -> None:
 
 def worst_difference(folder: Path) -> float:
     """Largest difference of any stored logit, relative to the largest logit."""
-    source = open_source(ModelFiles(folder.name, folder), dummy=False, warn=quiet)
+    source = open_source(ModelFiles(folder.name, folder), warn=quiet)
     program = fuse(record(source, dtype=F32, kv_dtype=F32, max_length=LENGTH), ALL_KERNELS)
     groups = len(program.cache_groups)
     model = CpuModel(program, weights_for(source, program), blocks=(BLOCKS,) * groups, block_size=BLOCK)

@@ -86,8 +86,7 @@ class LLM:
         warn = warn or _warn
         self.config = EngineConfig(model=model, **settings)
         files = locate(model, offline=self.config.offline, progress=progress)
-        dummy = self.config.load_format == "dummy"
-        source = open_source(files, dummy=dummy, warn=warn)
+        source = open_source(files, load_format=self.config.load_format, warn=warn)
         self.tokenizer = _tokenizer(self.config, files, progress)
         self.tokenizer.check_fits(source.config.vocab_size)
         self._engine: Engine = load_engine(

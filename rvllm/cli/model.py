@@ -52,7 +52,7 @@ def open_model(
     `dtype` and `load_format` are EngineConfig's; activations and cache are in the model's own dtype for "auto".
     """
     files = locate(name, offline=offline, progress=progress)
-    source = open_source(files, dummy=load_format == "dummy", warn=warn)
+    source = open_source(files, load_format=load_format, warn=warn)
     activations = source.config.dtype if dtype == "auto" else _DTYPES[dtype]
     length = context_length(source.config, max_model_len)
     program = record(source, dtype=activations, kv_dtype=activations, max_length=length)

@@ -33,8 +33,14 @@ class Source:
     tied: bool
 
 
-def open_source(files: ModelFiles, *, dummy: bool, warn: Warn) -> Source:
-    """Read the configuration and the weight files' headers, and check them. Raises ConfigError, CheckpointError."""
+def open_source(files: ModelFiles, *, load_format: str = "auto", warn: Warn) -> Source:
+    """Read the configuration and the weight files' headers, and check them. Raises ConfigError, CheckpointError.
+
+    load_format: "auto" | "safetensors" | "gguf" | "dummy"; with "dummy" no weight file need be there.
+    """
+    found = "gguf" if files.is_gguf else "safetensors"
+    if load_format not in ("auto", "dummy", found):
+        raise ConfigError(f"--load-format is {load_format}, but {files.root} is {found}", hint="leave it out")
     if files.is_gguf:
         gguf = GgufFile.open(files.root)
         json, generation = hf_config(gguf.metadata, gguf.tensors), {}
@@ -42,7 +48,7 @@ def open_source(files: ModelFiles, *, dummy: bool, warn: Warn) -> Source:
         json = read_json(files.root / "config.json")
         generation = _optional_json(files.root / "generation_config.json")
     config = model_config(json, generation)
-    if dummy:
+    if load_format == "dummy":
         return Source(files, config, generation, None, config.tied)
     checkpoint = open_checkpoint(files)
     return Source(files, config, generation, checkpoint, head_is_tied(checkpoint, config.tied, warn))

@@ -32,7 +32,7 @@ RELATIVE = 1e-4  # of the largest logit: what the project promises; measured 1.4
 
 def opened(case: str) -> Source:
     warnings: list[str] = []
-    source = open_source(ModelFiles(case, REFERENCE / case), dummy=False, warn=warnings.append)
+    source = open_source(ModelFiles(case, REFERENCE / case), warn=warnings.append)
     assert warnings == [] or "messy" in case
     return source
 

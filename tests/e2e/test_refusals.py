@@ -150,6 +150,7 @@ def test_a_broken_model_is_refused_by_the_file_that_is_broken(case: str, tmp_pat
     [
         (("--device", "cuda"), ("CUDA_VISIBLE_DEVICES=''", "libcuda.so.1")),
         (("--device", "cpu", "--dtype", "bfloat16"), ("--dtype bfloat16",)),
+        (("--load-format", "gguf"), ("--load-format is gguf", "safetensors")),
         (("--max-model-len", "4K"), ("4,096", "2,048")),
         (("--max-model-len", "2k", "--kv-cache-memory-bytes", "64KiB"), ("2,000", "--kv-cache-memory-bytes")),
         (("--generation-config", "nowhere"), ("nowhere/generation_config.json",)),

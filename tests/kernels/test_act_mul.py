@@ -73,4 +73,4 @@ def test_gate_and_up_are_paired(
     # One place before the product with up is up to two after it.
     near = np.abs(element.decode(out) - element.decode(expected)) <= lost(gate * up)
     assert np.all((ulps(out, expected) <= 2) | near)
-    assert (out != expected).mean() <= 0.05
+    assert (out != expected).sum() <= 2 + 0.05 * out.size
