@@ -148,6 +148,8 @@ DEVICE float larger(float a, float b) { return fmaxf(a, b); }          // the nu
 DEVICE float exponential(float value) { return expf(value); }          // at most 2 ulp off
 DEVICE float hyperbolic_tangent(float value) { return tanhf(value); }  // at most 2 ulp off
 DEVICE float error_function(float value) { return erff(value); }       // at most 2 ulp off
+DEVICE float logarithm(float value) { return logf(value); }            // natural, at most 1 ulp off
+DEVICE double logarithm(double value) { return log(value); }           // natural, at most 1 ulp off
 DEVICE float power_of_two(float value) {                               // 2 ulp; results below 2^-126 become 0
   float power;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(value));
@@ -224,6 +226,12 @@ MMA_1688(bfloat_t, "bf16")
 // there, for this thread, once wait_copies<N>() has returned and at most N younger groups were committed.
 DEVICE void copy_async(void* to, const void* from, int valid = 16) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(uint32(__cvta_generic_to_shared(to))),
+               "l"(__cvta_generic_to_global(from)), "r"(valid)
+               : "memory");
+}
+// The same from memory that is read once and from front to back: L2 fetches whole 128-byte lines ahead.
+DEVICE void copy_async_once(void* to, const void* from, int valid = 16) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(uint32(__cvta_generic_to_shared(to))),
                "l"(__cvta_generic_to_global(from)), "r"(valid)
                : "memory");
 }

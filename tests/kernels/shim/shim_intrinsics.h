@@ -158,6 +158,8 @@ DEVICE float larger(float a, float b) { return std::fmax(a, b); }
 DEVICE float exponential(float value) { return std::exp(value); }
 DEVICE float hyperbolic_tangent(float value) { return std::tanh(value); }
 DEVICE float error_function(float value) { return std::erf(value); }
+DEVICE float logarithm(float value) { return std::log(value); }
+DEVICE double logarithm(double value) { return std::log(value); }
 DEVICE float power_of_two(float value) {
   const float power = std::exp2(value);
   return power < 0x1p-126f ? 0.0f : power;
@@ -264,6 +266,7 @@ DEVICE void copy_async(void* to, const void* from, int valid = 16) {
   memset(shim::aligned(to, 16), shim::POISON, 16);
   shim::current_thread().copies.back().push_back({to, shim::aligned(from, 16), valid});
 }
+DEVICE void copy_async_once(void* to, const void* from, int valid = 16) { copy_async(to, from, valid); }
 DEVICE void commit_copies() { shim::current_thread().copies.emplace_back(); }
 template <int GROUPS>
 void wait_copies() {

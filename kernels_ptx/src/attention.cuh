@@ -1,0 +1,95 @@
+// What every attention kernel shares: where a key lies, which keys a query sees, and how softmax states merge.
+//
+// Scores are in the domain of powers of two: scale is multiplied by log2(e), and exp2 replaces exp.
+#pragma once
+
+#include "element.cuh"
+
+// Keys in the smallest piece that a warp takes, as many lie side by side in every block size; and queries of a warp.
+enum : int { KEY_TILE = 16, ROWS = 8 };
+
+DEVICE float log2_e() { return 1.4426950409f; }
+DEVICE float minus_infinity() { return float_of(0xff800000u); }
+DEVICE int smaller_int(int a, int b) { return a < b ? a : b; }
+DEVICE int larger_int(int a, int b) { return a > b ? a : b; }
+
+// What all launches of attention are told.
+struct AttentionShape {
+  int heads, kv_heads, head_dim, blocks, block_size, max_blocks;
+  float scale;
+  int window;  // 0: none
+};
+
+// The keys and values that one head of one sequence has in the cache (2, blocks, kv_heads, block_size, head_dim).
+template <typename X>
+struct Pages {
+  const X* cache;
+  const int* table;
+  int64 to_values;                         // elements from a key to its value
+  int kv_heads, kv_head, head_dim, shift;  // block_size = 1 << shift
+
+  // The key at a position; those up to the next multiple of KEY_TILE follow it.
+  DEVICE const X* key(int position) const {
+    const int64 block = table[position >> shift];
+    return cache + (((block * kv_heads + kv_head) << shift) + (position & ((1 << shift) - 1))) * head_dim;
+  }
+};
+
+template <typename X>
+DEVICE Pages<X> pages_of(const X* cache, const int* block_tables, int sequence, int kv_head,
+                         const AttentionShape& shape) {
+  const int64 to_values = int64(shape.blocks) * shape.kv_heads * shape.block_size * shape.head_dim;
+  const int shift = shape.block_size == 16 ? 4 : shape.block_size == 32 ? 5 : 6;
+  const int* table = block_tables + int64(sequence) * shape.max_blocks;
+  return {cache, table, to_values, shape.kv_heads, kv_head, shape.head_dim, shift};
+}
+
+// The first position that a query sees.
+DEVICE int first_seen(int position, int window) { return window == 0 ? 0 : larger_int(0, position - window + 1); }
+
+// Row r is a query at position + r * step. It sees its own position and those before it, of a window the last ones.
+struct Sight {
+  int position, step, window;
+
+  DEVICE bool sees(int row, int key) const {
+    const int at = position + row * step;
+    return key <= at && (window == 0 || key > at - window);
+  }
+};
+
+// The softmax of some keys: the largest score, the sum of exp2(score - largest), and that sum weighted by values.
+struct Softmax {
+  float largest, sum;
+  float out[2];  // of two dimensions
+};
+
+DEVICE Softmax no_keys() { return {minus_infinity(), 0.0f, {0.0f, 0.0f}}; }
+
+// What scores are measured from: the largest one so far, or 0 while none was above minus infinity. A NaN stays one.
+DEVICE float base_of(float largest) { return largest == minus_infinity() ? 0.0f : largest; }
+
+// The order of merging is part of the result's bits: everywhere from the lowest keys upwards.
+DEVICE void merge(Softmax& before, const Softmax& next) {
+  const float largest = larger(before.largest, next.largest), base = base_of(largest);
+  const float old = power_of_two(before.largest - base), fresh = power_of_two(next.largest - base);
+  before.largest = largest;
+  before.sum = before.sum * old + next.sum * fresh;
+  before.out[0] = before.out[0] * old + next.out[0] * fresh;
+  before.out[1] = before.out[1] * old + next.out[1] * fresh;
+}
+
+// Two elements in one register, the first in the lower half.
+template <typename X>
+DEVICE uint32 rounded_pair(float first, float second) {
+#ifdef NATIVE_PAIRS
+  return pair_bits(first, second, X());
+#else
+  return uint32(rounded<X>(first).bits) | uint32(rounded<X>(second).bits) << 16;
+#endif
+}
+
+// The address is even in elements.
+template <typename X>
+DEVICE void store_pair(X* to, float first, float second) {
+  *reinterpret_cast<uint32*>(to) = rounded_pair<X>(first, second);
+}

@@ -1,0 +1,92 @@
+// Few tokens times a large weight: what the entries of linear, linear_add, linear_act_mul and linear_f32 share.
+//
+// A block has TILES tiles of 16 slots (linear_out.cuh), all tokens, and part block_y() of grid_y() of the depth. Where
+// there are several parts, each block leaves its sums in the workspace, and the last of them to arrive adds them up, in
+// the order of the parts. So the order of every sum follows from the depth and grid_y(): no token's bits depend on the
+// number of tokens, nor on TILES.
+#pragma once
+
+#if TIER >= 80
+#include "linear_mma.cuh"
+#else
+#include "linear_fma.cuh"
+#endif
+
+// Where the parts of the depth meet: float sums, and a counter a block of slots, which is 0 between launches.
+struct Meeting {
+  float* workspace;
+  uint32* counters;
+};
+
+// Four sums from each of `parts` layers, `stride` floats apart, added up in that order.
+DEVICE Pack<float, 4> sum_of(const float* from, int parts, int stride) {
+  Pack<float, 4> sum = load<4>(from);
+  NO_UNROLL
+  for (int part = 1; part < parts; ++part) {
+    const Pack<float, 4> next = load<4>(from + int64(part) * stride);
+    UNROLL
+    for (int i = 0; i < 4; ++i) sum.at[i] += next.at[i];
+  }
+  return sum;
+}
+
+// True in the last of `blocks` blocks that come here; what all of them wrote before is then seen by this one.
+DEVICE bool arrives_last(uint32* counter, int blocks) {
+  SHARED_ARRAY(uint32, ticket, 1);
+  fence();
+  sync_block();
+  if (thread_index() == 0) ticket[0] = atomic_add(counter, 1u);
+  sync_block();
+  if (ticket[0] != uint32(blocks - 1)) return false;
+  if (thread_index() == 0) *counter = 0;
+  fence();
+  return true;
+}
+
+// The four sums that block_sums leaves side by side at `index`.
+template <int TILES, int EIGHTS, typename Out>
+DEVICE void finish_four(int index, const Pack<float, 4>& sums, int tokens, const Out& out) {
+  const int lane = index % WARP, part = index / WARP;
+  const int slot = (block_x() * TILES + part / EIGHTS) * 16 + lane / 4;
+  const int token = part % EIGHTS * 8 + lane % 4 * 2;
+  UNROLL
+  for (int i = 0; i < 2; ++i) {
+    const float first[1] = {sums.at[i]}, second[1] = {sums.at[2 + i]};
+    if (token + i < tokens) out.template finish<8>(token + i, slot, first, second);
+  }
+}
+
+template <int TILES, int EIGHTS, typename X, typename Out>
+DEVICE void linear_block(const Operands<X>& in, const Meeting& meeting, const Out& out) {
+  enum : int { FOURS = TILES * EIGHTS * WARP };
+  DYNAMIC_SHARED(memory);
+  const float* sums = reinterpret_cast<const float*>(memory);
+  const int layers = block_sums<TILES, EIGHTS>(in, out, memory);
+  if (grid_y() == 1) {
+    NO_UNROLL
+    for (int i = thread_index(); i < FOURS; i += thread_count()) {
+      finish_four<TILES, EIGHTS>(i, sum_of(sums + i * 4, layers, FOURS * 4), in.tokens, out);
+    }
+    return;
+  }
+  float* tile = meeting.workspace + int64(block_x()) * grid_y() * FOURS * 4;
+  NO_UNROLL
+  for (int i = thread_index(); i < FOURS; i += thread_count()) {
+    store(tile + (block_y() * FOURS + i) * 4, sum_of(sums + i * 4, layers, FOURS * 4));
+  }
+  if (!arrives_last(meeting.counters + block_x(), grid_y())) return;
+  NO_UNROLL
+  for (int i = thread_index(); i < FOURS; i += thread_count()) {
+    finish_four<TILES, EIGHTS>(i, sum_of(tile + i * 4, grid_y(), FOURS * 4), in.tokens, out);
+  }
+}
+
+// Up to 8 EIGHTS tokens. A grid that is wide enough for blocks of one tile gets those, else blocks have two.
+template <int EIGHTS, typename X, typename Out>
+DEVICE void linear(const Operands<X>& in, const Meeting& meeting, const Out& out) {
+  if (grid_x() * 16 >= out.template slots<8>()) {
+    linear_block<1, EIGHTS>(in, meeting, out);
+  } else {
+    linear_block<2, EIGHTS>(in, meeting, out);
+  }
+}

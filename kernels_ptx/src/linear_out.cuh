@@ -1,0 +1,123 @@
+// What becomes of a linear layer's sums, x W^T in float, whichever kernel made them: bias, rounding points, stores.
+//
+// A kernel sees the rows of the weight as slots. It holds a sum and the one P slots on in the same lane: slots come as
+// P `first` and then P `second` ones. Plain outputs have their rows in slots in order; gated ones have P gate rows as
+// first, and the P up rows that belong to them as second, so that a product of both needs no exchange.
+#pragma once
+
+#include "activation.cuh"
+
+enum : int { NOWHERE = -1 };  // the row of a slot behind the last row
+
+template <typename X>
+DEVICE float with_bias(float sum, const X* bias, int row) {
+  return bias == nullptr ? sum : sum + to_float(bias[row]);
+}
+
+// The value of one sum of a plain output; `at` is its index in the output.
+
+template <typename X>
+struct Rounded {  // X(sum + bias)
+  using Element = X;
+  const X* bias;
+
+  DEVICE X operator()(float sum, int row, int64) const { return rounded<X>(with_bias(sum, bias, row)); }
+};
+
+template <typename X>
+struct Added {  // X(residual + X(sum + bias))
+  using Element = X;
+  const X* bias;
+  const X* residual;
+
+  DEVICE X operator()(float sum, int row, int64 at) const {
+    const X projected = rounded<X>(with_bias(sum, bias, row));
+    return rounded<X>(to_float(residual[at]) + to_float(projected));
+  }
+};
+
+template <typename X>
+struct Unrounded {  // sum + bias
+  using Element = float;
+  const X* bias;
+
+  DEVICE float operator()(float sum, int row, int64) const { return with_bias(sum, bias, row); }
+};
+
+// out (tokens, rows): a value a row.
+template <typename Value>
+struct Plain {
+  using Element = typename Value::Element;
+  Value value;
+  Element* out;
+  int rows;
+
+  template <int P>
+  DEVICE int slots() const {
+    return rows;
+  }
+
+  template <int P>
+  DEVICE int row(int slot) const {
+    return slot < rows ? slot : NOWHERE;
+  }
+
+  // N neighbouring sums of one token, and the N that are P slots on.
+  template <int P, int N>
+  DEVICE void finish(int token, int slot, const float (&first)[N], const float (&second)[N]) const {
+    put(token, slot, first);
+    put(token, slot + P, second);
+  }
+
+  // `row` is a multiple of N.
+  template <int N>
+  DEVICE void put(int token, int row, const float (&sums)[N]) const {
+    const int64 at = int64(token) * rows + row;
+    if (rows % N == 0) {
+      if (row >= rows) return;
+      Pack<Element, N> values;
+      UNROLL
+      for (int i = 0; i < N; ++i) values.at[i] = value(sums[i], row + i, at + i);
+      *reinterpret_cast<Pack<Element, N>*>(out + at) = values;
+    } else {
+      UNROLL
+      for (int i = 0; i < N; ++i) {
+        if (row + i < rows) out[at + i] = value(sums[i], row + i, at + i);
+      }
+    }
+  }
+};
+
+// out (tokens, width) = X(X(act(X(gate))) * X(up)); weight and bias have `width` gate rows, then as many up rows.
+template <typename X>
+struct Gated {
+  const X* bias;
+  X* out;
+  int width, activation;
+
+  template <int P>
+  DEVICE int slots() const {
+    return (width + P - 1) / P * 2 * P;
+  }
+
+  template <int P>
+  DEVICE int row(int slot) const {
+    const int column = slot / (2 * P) * P + slot % P;
+    return column >= width ? NOWHERE : slot / P % 2 == 0 ? column : width + column;
+  }
+
+  template <int P, int N>
+  DEVICE void finish(int token, int slot, const float (&first)[N], const float (&second)[N]) const {
+    const int column = slot / (2 * P) * P + slot % P;
+    UNROLL
+    for (int i = 0; i < N; ++i) {
+      if (column + i < width) out[int64(token) * width + column + i] = product(first[i], second[i], column + i);
+    }
+  }
+
+  DEVICE X product(float gate, float up, int column) const {
+    const X gated = rounded<X>(with_bias(gate, bias, column));
+    const X active = rounded<X>(activate(to_float(gated), activation));
+    return rounded<X>(to_float(active) * to_float(rounded<X>(with_bias(up, bias, width + column))));
+  }
+};
