@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from rvllm.version import VERSION
+from tests.fixtures.models import EOS, chain_model
 
 pytestmark = pytest.mark.slow
 
@@ -155,6 +156,14 @@ print("fine")
 """
     result = run(sys.executable, "-c", ENTER + check, archive, cache=cache)
     assert result.stdout == "fine\n", result.stderr
+
+
+def test_a_bare_python_generates_with_it(archive: Path, cache: Path, tmp_path: Path) -> None:
+    model = chain_model(tmp_path / "model", ["Paris", ".", EOS])
+    bare = [sys.executable, "-I", "-S"]
+    assert run(*bare, "-c", "import numpy").returncode != 0  # nothing but the standard library
+    result = run(*bare, archive, "generate", "Capital of France?", "--model", model.folder, "--device", "cpu", cache=cache)
+    assert (result.stdout, result.returncode) == ("Paris.\n", 0), result.stderr
 
 
 def test_it_can_be_started_again_from_inside_and_leaves_the_environment_alone(
