@@ -9,6 +9,7 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "half", "float")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 BLOCK_SIZES = (16, 32, 64)
+CPU_CACHE_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +19,15 @@ class EngineConfig:
     dtype                    activations; "auto": float32 on a CPU, the checkpoint's own on a GPU
     max_model_len            tokens of prompt and output together; None: what the model is made for, or what fits
     block_size               tokens of a cache block
-    kv_cache_memory_bytes    memory for the key/value cache; on a CPU it is only used where tokens are
+    gpu_memory_utilization   share of a GPU's memory that may be used in all
+    kv_cache_memory_bytes    memory for the key/value cache; None: on a GPU what is left of its share, on a CPU 4 GiB,
+                             which are only used where tokens are
+    enforce_eager            launch kernels one by one instead of replaying graphs: the same bits, for debugging
     max_num_seqs             sequences that run at once; more wait
     max_num_batched_tokens   tokens of one step, at least one prompt chunk
     prefill_chunk            prompts are read in pieces of this many tokens
     load_format              "dummy": random weights of the right shapes, no file read but the configuration
+    max_logprobs             log-probabilities of one token that a request may ask for
     seed                     of requests that bring none: request i gets a seed derived from it; None: from the system
     """
 
@@ -33,11 +38,14 @@ class EngineConfig:
     load_format: str = "auto"
     max_model_len: int | None = None
     block_size: int = 32
-    kv_cache_memory_bytes: int = 4 << 30
+    gpu_memory_utilization: float = 0.92
+    kv_cache_memory_bytes: int | None = None
+    enforce_eager: bool = False
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     prefill_chunk: int = 512
     chat_template: str | None = None
     generation_config: str = "auto"
+    max_logprobs: int = 20
     seed: int | None = None
     offline: bool = False

@@ -216,6 +216,9 @@ class LLM:
             if type(token) is not int or not 0 <= token < limit:
                 raise BadRequest(f"prompt has token id {token!r}, ids are 0 to {limit - 1:,}", param="prompt")
         params.check_vocabulary(limit)
+        if (params.logprobs or 0) > self.config.max_logprobs:
+            most = self.config.max_logprobs
+            raise BadRequest(f"logprobs is {params.logprobs}, the limit is {most}", param="logprobs")
         self._requests += 1
         return Request(f"request-{self._requests}", tuple(prompt_ids), params, self._seed(params, index))
 

@@ -63,19 +63,27 @@ struct Softmax {
   float out[2];  // of two dimensions
 };
 
-DEVICE Softmax no_keys() { return {minus_infinity(), 0.0f, {0.0f, 0.0f}}; }
+// Rows of q into shared memory, (rows, WIDTH) and zero from head_dim on, by `threads` threads of which this is number
+// `thread`; whoever reads waits for all.
+template <int WIDTH, typename X>
+DEVICE void put_queries(const X* q, int64 stride, int rows, int head_dim, X* to, int thread, int threads) {
+  NO_UNROLL
+  for (int i = thread; i < rows * WIDTH; i += threads) {
+    const int row = i / WIDTH, dimension = i % WIDTH;
+    to[i] = dimension < head_dim ? q[row * stride + dimension] : X{0};
+  }
+}
 
 // What scores are measured from: the largest one so far, or 0 while none was above minus infinity. A NaN stays one.
 DEVICE float base_of(float largest) { return largest == minus_infinity() ? 0.0f : largest; }
 
 // The order of merging is part of the result's bits: everywhere from the lowest keys upwards.
-DEVICE void merge(Softmax& before, const Softmax& next) {
+DEVICE Softmax merged(const Softmax& before, const Softmax& next) {
   const float largest = larger(before.largest, next.largest), base = base_of(largest);
   const float old = power_of_two(before.largest - base), fresh = power_of_two(next.largest - base);
-  before.largest = largest;
-  before.sum = before.sum * old + next.sum * fresh;
-  before.out[0] = before.out[0] * old + next.out[0] * fresh;
-  before.out[1] = before.out[1] * old + next.out[1] * fresh;
+  return {largest,
+          before.sum * old + next.sum * fresh,
+          {before.out[0] * old + next.out[0] * fresh, before.out[1] * old + next.out[1] * fresh}};
 }
 
 // Two elements in one register, the first in the lower half.

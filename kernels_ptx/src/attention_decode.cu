@@ -7,11 +7,12 @@
 // before the first launch, and zero again after each. Both belong to one launch at a time.
 // launch: grid (G, kv_heads ceil(heads / kv_heads / 8), sequences), block 128, no dynamic shared memory. G is any of
 //   1..32 and changes no bits: about ceil(8 SMs / (y z)) fills the GPU, and more than the splits of max_blocks
-//   block_size keys (`splits_of`) do nothing. _d64, _d128, _d256: the largest head_dim that the entry takes.
+//   block_size keys (`splits_of`) do nothing. _d64, _d128, _d256: for head_dim up to that and a
+//   multiple of 8; _any: for any up to 256.
 // bound: 4 kv_heads head_dim bytes a key that is seen.
 // A sequence's keys are split at multiples of a chunk that depends on how many keys it sees alone; the last block of a
 // (sequence, 8 heads) merges the splits in order. So the bits of a sequence depend on no other, nor on the grid.
-// Weights are rounded to X before they meet the values from t80 on, where head_dim is a multiple of 8; else never.
+// Weights are rounded to X before they meet the values from t80 on, but for _any; else never.
 // assumes: block_size 16, 32 or 64; head_dim even; scale > 0; out overlaps nothing; all start on 16 bytes.
 // tiers: t70 t80
 #include "attention_fma.cuh"
@@ -20,34 +21,36 @@
 #include "attention_decode_mma.cuh"
 #endif
 
-// ---- A split, warp by warp. Both methods leave Partials, and prepare what all splits share.
+// ---- A split, warp by warp. Both methods leave Partials.
 
 template <int WIDTH, int N, typename X>
 struct FmaMethod {
   const X* queries;
   int rows;
 
-  DEVICE FmaMethod(const X* q, int rows, int head_dim, X* shared) : queries(shared), rows(rows) {
-    FmaRows<WIDTH, N, X>::put(q, head_dim, rows, head_dim, shared, thread_index(), thread_count());
-    sync_block();
-  }
+  DEVICE FmaMethod(const X* queries, int rows) : queries(queries), rows(rows) {}
 
   DEVICE void split(const Pages<X>& pages, int first, int end, float scale, const Partials<WIDTH>& to) {
-    FmaRows<WIDTH, N, X> state(queries, rows);
     const Sight all = {end - 1, 0, 0};
     NO_UNROLL
-    for (int tile = (first / KEY_TILE + warp_index()) * KEY_TILE; tile < end; tile += WARPS * KEY_TILE) {
-      state.tile(pages, tile, larger_int(first, tile), smaller_int(end, tile + KEY_TILE), all, scale);
+    for (int from = 0; from < rows; from += FMA_ROWS) {
+      FmaRows<WIDTH, N, X> state(queries + from * WIDTH, smaller_int(FMA_ROWS, rows - from));
+      NO_UNROLL
+      for (int tile = (first / KEY_TILE + warp_index()) * KEY_TILE; tile < end; tile += WARPS * KEY_TILE) {
+        state.tile(pages, tile, larger_int(first, tile), smaller_int(end, tile + KEY_TILE), all, scale);
+      }
+      state.merge_groups();
+      if (lane_index() < state.LANES) leave(state, warp_index() * ROWS + from, to);
     }
-    state.merge_groups();
-    if (lane_index() >= state.LANES) return;
+  }
+
+  static DEVICE void leave(const FmaRows<WIDTH, N, X>& state, int at, const Partials<WIDTH>& to) {
     UNROLL
-    for (int row = 0; row < ROWS; ++row) {
-      const int at = warp_index() * ROWS + row;
-      to.largest[at] = state.largest[row];
-      to.sum[at] = state.sum[row];
+    for (int row = 0; row < FMA_ROWS; ++row) {
+      to.largest[at + row] = state.largest[row];
+      to.sum[at + row] = state.sum[row];
       UNROLL
-      for (int i = 0; i < state.DIMENSIONS; ++i) to.out[at * WIDTH + state.dimension(i)] = state.out[row][i];
+      for (int i = 0; i < state.DIMENSIONS; ++i) to.out[(at + row) * WIDTH + state.dimension(i)] = state.out[row][i];
     }
   }
 };
@@ -57,7 +60,7 @@ template <int WIDTH, typename X>
 struct MmaMethod {
   MmaRows<WIDTH, X> state;
 
-  DEVICE MmaMethod(const X* q, int rows, int head_dim, X*) { state.load_queries(q, rows, head_dim); }
+  DEVICE MmaMethod(const X* queries, int) : state(queries) {}
 
   DEVICE void split(const Pages<X>& pages, int first, int end, float scale, const Partials<WIDTH>& to) {
     state.clear();
@@ -111,73 +114,59 @@ struct Room {
   float* states;  // (2, ROWS, 2)
 };
 
-// One block does all splits, and nothing goes through the workspace. A thread reads its own pairs of the total again;
-// the largest scores and the sums are doubled, since all threads of a row read them.
-template <int WIDTH, typename Method, typename X>
-DEVICE void decode_alone(Method& method, const Pages<X>& pages, const Splits& splits, int rows, float scale,
-                         const Room<WIDTH, X>& room, X* out) {
+// The split's result goes to the workspace or, if the block is alone, into its total, and after the last split out. A
+// thread keeps to its own pairs of `total`; the largest scores and the sums are doubled, since all threads of a row
+// read them.
+template <int WIDTH, typename X>
+DEVICE void end_split(const Room<WIDTH, X>& room, bool alone, int split, int count, int rows,
+                      const Workspace& workspace, X* out) {
+  const float* before = room.states + split % 2 * 2 * ROWS;
+  float* after = room.states + (split + 1) % 2 * 2 * ROWS;
   NO_UNROLL
-  for (int split = 0; split < splits.count; ++split) {
-    method.split(pages, splits.begin_of(split), splits.end_of(split), scale, room.partials);
-    sync_block();
-    const float* before = room.states + split % 2 * 2 * ROWS;
-    float* after = room.states + (split + 1) % 2 * 2 * ROWS;
-    UNROLL
-    for (int i = 0; i < Share<WIDTH>::PAIRS; ++i) {
-      if (!Share<WIDTH>::has(i, rows, pages.head_dim)) continue;
-      const int row = Share<WIDTH>::row(i), dimension = Share<WIDTH>::dimension(i);
-      float* own = room.total + row * WIDTH + dimension;
-      Softmax all = no_keys();
-      if (split > 0) all = {before[2 * row], before[2 * row + 1], {own[0], own[1]}};
-      merge(all, merge_warps(room.partials, row, dimension));
-      own[0] = all.out[0];
-      own[1] = all.out[1];
-      if (dimension == 0) {
-        after[2 * row] = all.largest;
-        after[2 * row + 1] = all.sum;
-      }
-      if (split == splits.count - 1) {
-        store_pair(out + row * pages.head_dim + dimension, all.out[0] / all.sum, all.out[1] / all.sum);
-      }
+  for (int i = 0; Share<WIDTH>::row(i) < rows; ++i) {
+    if (!Share<WIDTH>::has(i, rows, workspace.head_dim)) continue;
+    const int row = Share<WIDTH>::row(i), dimension = Share<WIDTH>::dimension(i);
+    Softmax all = merge_warps(room.partials, row, dimension);
+    if (!alone) {
+      keep(workspace, row, split, dimension, all);
+      continue;
     }
-    sync_block();
+    float* own = room.total + row * WIDTH + dimension;
+    if (split > 0) all = merged({before[2 * row], before[2 * row + 1], {own[0], own[1]}}, all);
+    own[0] = all.out[0];
+    own[1] = all.out[1];
+    if (dimension == 0) {
+      after[2 * row] = all.largest;
+      after[2 * row + 1] = all.sum;
+    }
+    X* to = out + row * workspace.head_dim + dimension;
+    if (split == count - 1) store_pair(to, all.out[0] / all.sum, all.out[1] / all.sum);
   }
 }
 
-template <int WIDTH, typename Method, typename X>
-DEVICE void decode_together(Method& method, const Pages<X>& pages, const Splits& splits, const Place& place,
-                            const DecodeArguments& given, const Room<WIDTH, X>& room, X* out) {
+// Every grid_x()th split. If those are all, nothing goes through the workspace.
+template <typename Method, int WIDTH, typename X>
+DEVICE void decode(const X* q, const Pages<X>& pages, const Splits& splits, const Place& place,
+                   const DecodeArguments& given, const Room<WIDTH, X>& room, X* out) {
   const Workspace workspace = workspace_of(given.workspace, place.sequence, place.head, given.shape);
+  const bool alone = grid_x() == 1 || splits.count == 1;
+  put_queries<WIDTH>(q, pages.head_dim, place.rows, pages.head_dim, room.queries, thread_index(), thread_count());
+  sync_block();
+  Method method(room.queries, place.rows);
   int done = 0;
   NO_UNROLL
   for (int split = block_x(); split < splits.count; split += grid_x(), ++done) {
     const float scale = given.shape.scale * log2_e();
     method.split(pages, splits.begin_of(split), splits.end_of(split), scale, room.partials);
     sync_block();
-    UNROLL
-    for (int i = 0; i < Share<WIDTH>::PAIRS; ++i) {
-      if (!Share<WIDTH>::has(i, place.rows, pages.head_dim)) continue;
-      const int row = Share<WIDTH>::row(i), dimension = Share<WIDTH>::dimension(i);
-      keep(workspace, row, split, dimension, merge_warps(room.partials, row, dimension));
-    }
+    end_split(room, alone, split, splits.count, place.rows, workspace, out);
     sync_block();
   }
-  if (!arrives_last(given.counters + place.item, done, splits.count)) return;
+  if (alone || !arrives_last(given.counters + place.item, done, splits.count)) return;
   merge_splits<WIDTH>(workspace, place.rows, splits.count, room.partials.out, out);
 }
 
 template <typename Method, int WIDTH, typename X>
-DEVICE void decode(const X* q, const Pages<X>& pages, const Splits& splits, const Place& place,
-                   const DecodeArguments& given, const Room<WIDTH, X>& room, X* out) {
-  Method method(q, place.rows, pages.head_dim, room.queries);
-  if (grid_x() == 1 || splits.count == 1) {
-    decode_alone(method, pages, splits, place.rows, given.shape.scale * log2_e(), room, out);
-  } else {
-    decode_together(method, pages, splits, place, given, room, out);
-  }
-}
-
-template <int WIDTH, typename X>
 DEVICE void attention_decode(const X* q, const X* cache, const int* block_tables, const int* kv_lengths, X* out,
                              const DecodeArguments& given) {
   SHARED_ARRAY(X, queries, ROWS * WIDTH);
@@ -198,23 +187,24 @@ DEVICE void attention_decode(const X* q, const X* cache, const int* block_tables
   const Splits splits = splits_of(kv_length, shape.window);
   if (block_x() >= splits.count) return;
   const Pages<X> pages = pages_of(cache, block_tables, place.sequence, place.kv_head, shape);
-  if (shape.head_dim % WIDE != 0) {
-    decode<FmaMethod<WIDTH, 1, X>>(q + row, pages, splits, place, given, room, out + row);
-  } else {
-#if TIER >= 80
-    decode<MmaMethod<WIDTH, X>>(q + row, pages, splits, place, given, room, out + row);
-#else
-    decode<FmaMethod<WIDTH, WIDE, X>>(q + row, pages, splits, place, given, room, out + row);
-#endif
-  }
+  decode<Method>(q + row, pages, splits, place, given, room, out + row);
 }
+
+#if TIER >= 80
+template <int WIDTH, typename X>
+using WideMethod = MmaMethod<WIDTH, X>;
+#else
+template <int WIDTH, typename X>
+using WideMethod = FmaMethod<WIDTH, WIDE, X>;
+#endif
 
 KERNEL(128)
 void attention_decode_d64_f16(const half_t* q, const half_t* cache, const int* block_tables, const int* kv_lengths,
                               half_t* out, float* workspace, uint32* counters, int heads, int kv_heads, int head_dim,
                               int blocks, int block_size, int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  attention_decode<64>(q, cache, block_tables, kv_lengths, out, {workspace, counters, shape});
+  const DecodeArguments given = {workspace, counters, shape};
+  attention_decode<WideMethod<64, half_t>, 64>(q, cache, block_tables, kv_lengths, out, given);
 }
 
 KERNEL(128)
@@ -222,7 +212,8 @@ void attention_decode_d64_bf16(const bfloat_t* q, const bfloat_t* cache, const i
                                bfloat_t* out, float* workspace, uint32* counters, int heads, int kv_heads, int head_dim,
                                int blocks, int block_size, int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  attention_decode<64>(q, cache, block_tables, kv_lengths, out, {workspace, counters, shape});
+  const DecodeArguments given = {workspace, counters, shape};
+  attention_decode<WideMethod<64, bfloat_t>, 64>(q, cache, block_tables, kv_lengths, out, given);
 }
 
 KERNEL(128)
@@ -230,7 +221,8 @@ void attention_decode_d128_f16(const half_t* q, const half_t* cache, const int* 
                                half_t* out, float* workspace, uint32* counters, int heads, int kv_heads, int head_dim,
                                int blocks, int block_size, int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  attention_decode<128>(q, cache, block_tables, kv_lengths, out, {workspace, counters, shape});
+  const DecodeArguments given = {workspace, counters, shape};
+  attention_decode<WideMethod<128, half_t>, 128>(q, cache, block_tables, kv_lengths, out, given);
 }
 
 KERNEL(128)
@@ -239,7 +231,8 @@ void attention_decode_d128_bf16(const bfloat_t* q, const bfloat_t* cache, const 
                                 int kv_heads, int head_dim, int blocks, int block_size, int max_blocks, float scale,
                                 int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  attention_decode<128>(q, cache, block_tables, kv_lengths, out, {workspace, counters, shape});
+  const DecodeArguments given = {workspace, counters, shape};
+  attention_decode<WideMethod<128, bfloat_t>, 128>(q, cache, block_tables, kv_lengths, out, given);
 }
 
 KERNEL(128)
@@ -247,7 +240,8 @@ void attention_decode_d256_f16(const half_t* q, const half_t* cache, const int* 
                                half_t* out, float* workspace, uint32* counters, int heads, int kv_heads, int head_dim,
                                int blocks, int block_size, int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  attention_decode<256>(q, cache, block_tables, kv_lengths, out, {workspace, counters, shape});
+  const DecodeArguments given = {workspace, counters, shape};
+  attention_decode<WideMethod<256, half_t>, 256>(q, cache, block_tables, kv_lengths, out, given);
 }
 
 KERNEL(128)
@@ -256,5 +250,24 @@ void attention_decode_d256_bf16(const bfloat_t* q, const bfloat_t* cache, const 
                                 int kv_heads, int head_dim, int blocks, int block_size, int max_blocks, float scale,
                                 int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  attention_decode<256>(q, cache, block_tables, kv_lengths, out, {workspace, counters, shape});
+  const DecodeArguments given = {workspace, counters, shape};
+  attention_decode<WideMethod<256, bfloat_t>, 256>(q, cache, block_tables, kv_lengths, out, given);
+}
+
+KERNEL(128)
+void attention_decode_any_f16(const half_t* q, const half_t* cache, const int* block_tables, const int* kv_lengths,
+                              half_t* out, float* workspace, uint32* counters, int heads, int kv_heads, int head_dim,
+                              int blocks, int block_size, int max_blocks, float scale, int window) {
+  const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
+  const DecodeArguments given = {workspace, counters, shape};
+  attention_decode<FmaMethod<256, 1, half_t>, 256>(q, cache, block_tables, kv_lengths, out, given);
+}
+
+KERNEL(128)
+void attention_decode_any_bf16(const bfloat_t* q, const bfloat_t* cache, const int* block_tables, const int* kv_lengths,
+                               bfloat_t* out, float* workspace, uint32* counters, int heads, int kv_heads, int head_dim,
+                               int blocks, int block_size, int max_blocks, float scale, int window) {
+  const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
+  const DecodeArguments given = {workspace, counters, shape};
+  attention_decode<FmaMethod<256, 1, bfloat_t>, 256>(q, cache, block_tables, kv_lengths, out, given);
 }

@@ -18,9 +18,10 @@ DEVICE uint32 upper_halves(uint32 first, uint32 second) { return first >> 16 | (
 // head_dim <= WIDTH, a multiple of 8.
 template <int WIDTH, typename X>
 struct MmaRows {
-  enum : int { STEPS = WIDTH / 32, BLOCKS = WIDTH / 64 };
+  enum : int { STEPS = WIDTH / 32, BLOCKS = WIDTH / 64, FITS = WIDTH <= 128 };  // FITS: two tiles in registers
   using Keys = Words4[STEPS][2];
 
+  const X* queries;
   Words4 query[STEPS];
   float out[BLOCKS][4][4];  // of queries 2 t and 2 t + 1
   float largest, sum;       // of query g; the sum is only that of this lane's keys
@@ -28,11 +29,13 @@ struct MmaRows {
   static DEVICE int g() { return lane_index() / 4; }
   static DEVICE int t() { return lane_index() % 4; }
 
-  DEVICE void load_queries(const X* q, int rows, int head_dim) {
+  // queries: in shared memory, (ROWS, WIDTH). Rows where no query was put give results that nobody stores.
+  DEVICE Words4 query_part(int step) const { return load_words4(queries + g() * WIDTH + 32 * step + 8 * t()); }
+
+  DEVICE MmaRows(const X* queries) : queries(queries) {
     UNROLL
     for (int step = 0; step < STEPS; ++step) {
-      const int dimension = 32 * step + 8 * t();
-      query[step] = g() < rows && dimension < head_dim ? load_words4(q + g() * head_dim + dimension) : Words4{};
+      if (FITS) query[step] = query_part(step);
     }
   }
 
@@ -48,33 +51,37 @@ struct MmaRows {
 
   // Beyond head_dim, real elements: the query is zero there.
   static DEVICE void load_keys(const X* tile, int lowest, int highest, int head_dim, Keys& keys) {
+    const X* rows[2];
     UNROLL
     for (int half = 0; half < 2; ++half) {
-      const X* row = tile + larger_int(lowest, smaller_int(8 * half + g(), highest)) * head_dim;
+      rows[half] = tile + larger_int(lowest, smaller_int(8 * half + g(), highest)) * head_dim;
+    }
+    UNROLL
+    for (int step = 0; step < STEPS; ++step) {
+      const int dimension = smaller_int(32 * step + 8 * t(), head_dim - 8);
       UNROLL
-      for (int step = 0; step < STEPS; ++step) {
-        const int dimension = smaller_int(32 * step + 8 * t(), head_dim - 8);
-        if (32 * step < head_dim) keys[step][half] = load_words4_once(row + dimension);
-      }
+      for (int half = 0; half < 2; ++half) keys[step][half] = load_words4_once(rows[half] + dimension);
     }
   }
 
   // Beyond head_dim, real elements: nobody stores that part of the result.
   static DEVICE void load_values(const X* tile, int lowest, int highest, int head_dim, Words4 (&values)[BLOCKS][4]) {
+    const X* rows[4];
     UNROLL
     for (int i = 0; i < 4; ++i) {
       const int key = 2 * t() + i % 2 + i / 2 * 8;
-      const X* row = tile + larger_int(lowest, smaller_int(key, highest)) * head_dim;
+      rows[i] = tile + larger_int(lowest, smaller_int(key, highest)) * head_dim;
+    }
+    UNROLL
+    for (int block = 0; block < BLOCKS; ++block) {
+      const int dimension = smaller_int(64 * block + 8 * g(), head_dim - 8);
       UNROLL
-      for (int block = 0; block < BLOCKS; ++block) {
-        const int dimension = smaller_int(64 * block + 8 * g(), head_dim - 8);
-        if (64 * block < head_dim) values[block][i] = load_words4_once(row + dimension);
-      }
+      for (int i = 0; i < 4; ++i) values[block][i] = load_words4_once(rows[i] + dimension);
     }
   }
 
   // Columns 2 t and 2 t + 1 of each half's keys, in scores[half][0] and [1].
-  DEVICE void score(const Keys& keys, int head_dim, float (&scores)[2][4]) const {
+  DEVICE void score(const Keys& keys, float (&scores)[2][4]) const {
     UNROLL
     for (int half = 0; half < 2; ++half) {
       UNROLL
@@ -82,10 +89,10 @@ struct MmaRows {
     }
     UNROLL
     for (int step = 0; step < STEPS; ++step) {
-      if (32 * step >= head_dim) break;
+      const Words4 q = FITS ? query[step] : query_part(step);
       UNROLL
       for (int pair = 0; pair < 4; pair += 2) {
-        const uint32 a[4] = {query[step].word[pair], 0, query[step].word[pair + 1], 0};
+        const uint32 a[4] = {q.word[pair], 0, q.word[pair + 1], 0};
         UNROLL
         for (int half = 0; half < 2; ++half) {
           const uint32 b[2] = {keys[step][half].word[pair], keys[step][half].word[pair + 1]};
@@ -122,10 +129,9 @@ struct MmaRows {
   }
 
   // Row g of product i is dimension 8 g + 2 i of the block, row g + 8 the one after it.
-  DEVICE void mix(const Words4 (&values)[BLOCKS][4], const uint32 (&weights)[2], int head_dim) {
+  DEVICE void mix(const Words4 (&values)[BLOCKS][4], const uint32 (&weights)[2]) {
     UNROLL
     for (int block = 0; block < BLOCKS; ++block) {
-      if (64 * block >= head_dim) break;
       UNROLL
       for (int i = 0; i < 4; ++i) {
         const uint32 v[4] = {values[block][0].word[i], values[block][1].word[i], values[block][2].word[i],
@@ -137,8 +143,9 @@ struct MmaRows {
     }
   }
 
-  // The keys [first, end), the warp's share of them: every `stride`th tile from `tile` on. The next tile's keys are on
-  // their way while this one's values are mixed. A lane whose key is outside reads another, at weight 0.
+  // The keys [first, end), the warp's share of them: every `stride`th tile from `tile` on. Where registers allow,
+  // values are on their way while keys are scored, and the next tile's keys while values are mixed. A lane whose key is
+  // outside reads another, at weight 0.
   DEVICE void tiles(const Pages<X>& pages, int tile, int stride, int first, int end, float scale) {
     const int head_dim = pages.head_dim;
     if (tile >= end) return;
@@ -149,21 +156,22 @@ struct MmaRows {
     NO_UNROLL
     while (true) {
       Words4 values[BLOCKS][4];
-      load_values(at + pages.to_values, lowest, highest, head_dim, values);
       float scores[2][4];
-      score(keys, head_dim, scores);
-      const int weighed_lowest = lowest, weighed_highest = highest;
+      uint32 weights[2];
+      if (FITS) load_values(at + pages.to_values, lowest, highest, head_dim, values);
+      score(keys, scores);
+      if (!FITS) load_values(at + pages.to_values, lowest, highest, head_dim, values);
+      weigh(scores, lowest, highest, scale, weights);
       tile += stride;
       if (tile < end) {
         at = pages.key(tile);
         lowest = 0;
         highest = smaller_int(KEY_TILE, end - tile) - 1;
-        load_keys(at, lowest, highest, head_dim, keys);
+        if (FITS) load_keys(at, lowest, highest, head_dim, keys);
       }
-      uint32 weights[2];
-      weigh(scores, weighed_lowest, weighed_highest, scale, weights);
-      mix(values, weights, head_dim);
+      mix(values, weights);
       if (tile >= end) return;
+      if (!FITS) load_keys(at, lowest, highest, head_dim, keys);
     }
   }
 

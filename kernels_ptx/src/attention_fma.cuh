@@ -1,4 +1,4 @@
-// Attention of up to 8 queries over one head's keys by one warp, with multiplications in float: for GPUs and head
+// Attention of up to 4 queries over one head's keys by one warp, with multiplications in float: for GPUs and head
 // dimensions that the matrix instructions do not serve. Weights are not rounded to X before they meet the values.
 //
 // Groups of LANES lanes take a key each, and each lane some of its dimensions; the queries share what was loaded.
@@ -6,33 +6,25 @@
 
 #include "attention.cuh"
 
-// Keys that each group of lanes takes at a time.
-enum : int { AT_ONCE = 4 };
+// Queries of a warp.
+enum : int { FMA_ROWS = 4 };
 
 // head_dim <= WIDTH, a power of two. N = 8: head_dim is a multiple of 8, and a lane's dimensions lie side by side.
 template <int WIDTH, int N, typename X>
 struct FmaRows {
   enum : int { LANES = N == WIDE ? WIDTH / WIDE : WARP, GROUPS = WARP / LANES, DIMENSIONS = WIDTH / LANES };
+  enum : int { AT_ONCE = N == WIDE ? 4 : 1 };  // keys that a group of lanes takes at a time
   using Dimensions = float[DIMENSIONS];
 
-  const X* queries;  // in shared memory, (ROWS, WIDTH), zero where there is none
+  const X* queries;  // in shared memory, (rows, WIDTH), zero from head_dim on
   int rows;
-  float largest[ROWS], sum[ROWS], out[ROWS][DIMENSIONS];
-
-  // Shared memory that `threads` threads fill, `thread` of them this one; who reads it waits for them all.
-  static DEVICE void put(const X* q, int64 row_stride, int rows, int head_dim, X* queries, int thread, int threads) {
-    NO_UNROLL
-    for (int i = thread; i < ROWS * WIDTH; i += threads) {
-      const int row = i / WIDTH, dimension = i % WIDTH;
-      queries[i] = row < rows && dimension < head_dim ? q[row * row_stride + dimension] : X{0};
-    }
-  }
+  float largest[FMA_ROWS], sum[FMA_ROWS], out[FMA_ROWS][DIMENSIONS];
 
   static DEVICE int dimension(int i) { return N == WIDE ? lane_index() % LANES * WIDE + i : lane_index() + i * WARP; }
 
   DEVICE FmaRows(const X* queries, int rows) : queries(queries), rows(rows) {
     UNROLL
-    for (int row = 0; row < ROWS; ++row) {
+    for (int row = 0; row < FMA_ROWS; ++row) {
       largest[row] = minus_infinity();
       sum[row] = 0.0f;
       UNROLL
@@ -107,7 +99,7 @@ struct FmaRows {
         load_row(keys + pages.to_values + row, pages.head_dim, values[u]);
       }
       UNROLL
-      for (int row = 0; row < ROWS; ++row) {
+      for (int row = 0; row < FMA_ROWS; ++row) {
         if (row >= rows) break;
         float scores[AT_ONCE];
         UNROLL
@@ -126,7 +118,7 @@ struct FmaRows {
     UNROLL
     for (int apart = LANES; apart < WARP; apart *= 2) {
       UNROLL
-      for (int row = 0; row < ROWS; ++row) {
+      for (int row = 0; row < FMA_ROWS; ++row) {
         const float other = shuffle_xor(largest[row], apart), highest = larger(largest[row], other);
         const float base = base_of(highest);
         const float mine = power_of_two(largest[row] - base), theirs = power_of_two(other - base);
@@ -135,6 +127,25 @@ struct FmaRows {
         UNROLL
         for (int i = 0; i < DIMENSIONS; ++i)
           out[row][i] = out[row][i] * mine + shuffle_xor(out[row][i], apart) * theirs;
+      }
+    }
+  }
+
+  // The results, by one group of lanes; to: the first row's place.
+  DEVICE void store_rows(X* to, int64 stride, int head_dim) const {
+    UNROLL
+    for (int row = 0; row < FMA_ROWS; ++row) {
+      if (row >= rows) break;
+      Pack<X, DIMENSIONS> pack;
+      UNROLL
+      for (int i = 0; i < DIMENSIONS; ++i) pack.at[i] = rounded<X>(out[row][i] / sum[row]);
+      if constexpr (N == WIDE) {
+        if (dimension(0) < head_dim) store(to + row * stride + dimension(0), pack);
+      } else {
+        UNROLL
+        for (int i = 0; i < DIMENSIONS; ++i) {
+          if (dimension(i) < head_dim) to[row * stride + dimension(i)] = pack.at[i];
+        }
       }
     }
   }

@@ -41,7 +41,7 @@ template <int WIDTH>
 DEVICE Softmax merge_warps(const Partials<WIDTH>& partials, int row, int dimension) {
   Softmax found = partials.of(0, row, dimension);
   UNROLL
-  for (int warp = 1; warp < WARPS; ++warp) merge(found, partials.of(warp, row, dimension));
+  for (int warp = 1; warp < WARPS; ++warp) found = merged(found, partials.of(warp, row, dimension));
   return found;
 }
 
@@ -125,7 +125,7 @@ DEVICE void merge_splits(const Workspace& workspace, int rows, int count, float*
   sync_block();
   Softmax total[PAIRS];
   UNROLL
-  for (int i = 0; i < PAIRS; ++i) total[i] = no_keys();
+  for (int i = 0; i < PAIRS; ++i) total[i] = {};
   NO_UNROLL
   for (int split = 0; split < count; split += AHEAD) {
     Words2 parts[PAIRS][AHEAD];

@@ -1,12 +1,11 @@
-// gemm: out = X(x W^T + bias) for many tokens. gemm_X_tile64 and gemm_X_tile128 differ in the size of a block's tile
-// and in nothing that they give.
+// gemm: out = X(x W^T + bias) for many tokens. gemm_X_tile64 and gemm_X_tile128 give the same bits.
 //
-// x (tokens, depth) X; weight (rows, depth) X; bias (rows) X, or null; out (tokens, rows) X.
-// launch: grid (ceil(tokens / S), ceil(rows / S)), block 128; S = 64 or 128 as the entry's name says: 128 where that
-//   makes blocks enough for the GPU. Dynamic shared memory: t80 49152 bytes, t70 none.
+// x (tokens, depth) X; weight (rows, depth) X; bias (rows) X or null; out (tokens, rows) X.
+// launch: grid (ceil(tokens / S), ceil(rows / S)), block 128; S is 64 or 128, as the entry's name says: 128 where that
+//   makes blocks enough for the GPU. Dynamic shared bytes: t80 49152, t70 none.
 // bound: 2 tokens rows depth FLOPs.
-// assumes: out overlaps nothing; x and weight start on 16 bytes, out on 8. The fast path is for a depth that is a
-//   multiple of 8; others are read element by element.
+// assumes: out overlaps nothing; x, weight and out start on 16 bytes. Any depth works, but one that is no multiple of 8
+//   is read element by element.
 // tiers: t70 t80
 #include "gemm.cuh"
 

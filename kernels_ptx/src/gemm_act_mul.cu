@@ -1,9 +1,9 @@
-// gemm_act_mul: out = X(X(act(X(gate))) * X(up)), gate | up = x W^T + bias, for many tokens. act 0: silu, 1: gelu with
-// tanh, 2: gelu with erf.
+// gemm_act_mul: out = X(X(act(gate)) * up), gate | up = X(x W^T + bias), for many tokens; act as in activation.cuh.
 //
-// x (tokens, depth) X; weight (2 width, depth) X, gate rows then up rows; bias (2 width) X, or null; out (tokens,
-// width) X. launch and assumptions as in gemm.cu, with the grid (ceil(tokens / S), ceil(2 width / S)): a block has S /
-// 2 columns. bound: 4 tokens width depth FLOPs. tiers: t70 t80
+// weight (2 width, depth) X and bias (2 width) X or null: gate rows, then up rows; out (tokens, width) X. The other
+//   arguments, launch and assumptions as in gemm.cu, with the grid (ceil(tokens / S), ceil(2 width / S)).
+// bound: 4 tokens width depth FLOPs.
+// tiers: t70 t80
 #include "gemm.cuh"
 
 template <int SIDE, typename X>

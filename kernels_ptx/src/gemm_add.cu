@@ -1,6 +1,6 @@
 // gemm_add: out = X(residual + X(x W^T + bias)) for many tokens.
 //
-// x, weight, bias, launch, bound and assumptions as in gemm.cu; residual, out (tokens, rows) X.
+// residual, out (tokens, rows) X; the other arguments, launch, bound and assumptions as in gemm.cu.
 // assumes: out may be the residual, and overlaps nothing else.
 // tiers: t70 t80
 #include "gemm.cuh"

@@ -1,6 +1,6 @@
-// gemm_f32: out = x W^T + bias in float, for many tokens: logits.
+// gemm_f32: out = x W^T + bias in float for many tokens: logits.
 //
-// x, weight, bias, launch, bound and assumptions as in gemm.cu; out (tokens, rows) f32.
+// out (tokens, rows) f32; the other arguments, launch, bound and assumptions as in gemm.cu.
 // tiers: t70 t80
 #include "gemm.cuh"
 

@@ -11,18 +11,14 @@ enum : int { PART = 64, STEP = 16, STRIDE = PART + 4, SECOND = 32 };  // the str
 template <typename X>
 DEVICE void stage_piece(float* to, const X* row, int k, int depth) {
   Pack<X, WIDE> piece = {};
-  if (depth % WIDE != 0) {
-    piece = load_piece(row, k, depth);
-  } else if (row != nullptr && k < depth) {
-    piece = load<WIDE>(row + k);
-  }
+  if (row != nullptr && k < depth) piece = depth % WIDE == 0 ? load<WIDE>(row + k) : load_piece(row, k, depth);
   UNROLL
   for (int i = 0; i < WIDE; ++i) to[i * STRIDE] = to_float(piece.at[i]);
 }
 
 // What one step adds to the sums of 8 tokens and 2 + 2 slots.
 DEVICE void add_step(float (&sums)[8][4], const float* tokens, const float* slots) {
-  UNROLL
+  NO_UNROLL
   for (int k = 0; k < STEP; ++k) {
     const Pack<float, 8> x = load<8>(tokens + k * STRIDE);
     const float w[4] = {slots[k * STRIDE], slots[k * STRIDE + 1], slots[k * STRIDE + SECOND],

@@ -139,6 +139,17 @@ DEVICE uint16 bfloat_bits(float value) {  // to nearest even; NaN becomes 0x7fff
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
   return bits;
 }
+#define NATIVE_PAIRS  // of elements, the first in the lower half of a register
+DEVICE uint32 pair_bits(float first, float second, half_t) {
+  uint32 bits;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+  return bits;
+}
+DEVICE uint32 pair_bits(float first, float second, bfloat_t) {
+  uint32 bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+  return bits;
+}
 #endif
 DEVICE float fused_multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE double fused_multiply_add(double a, double b, double c) { return __fma_rn(a, b, c); }
@@ -184,10 +195,11 @@ DEVICE void mma_884(float (&d)[8], const uint32 (&a)[2], const uint32 (&b)[2], h
 #if TIER >= 75
 MMA_1688(half_t, "f16")
 
-// N 8x8 matrices of 16-bit elements from shared memory; lane 8 i + r gives the 16-byte row r of matrix i.
+// N 8x8 matrices of 16-bit elements from shared memory; lane 8 i + r gives the 16-byte row r of matrix i, or the bytes
+// `beyond` it: a constant there takes no register.
 template <bool TRANSPOSED = false>
-DEVICE void load_matrices(uint32 (&to)[4], const void* row) {
-  const uint32 address = __cvta_generic_to_shared(row);
+DEVICE void load_matrices(uint32 (&to)[4], const void* row, int beyond = 0) {
+  const uint32 address = uint32(__cvta_generic_to_shared(row)) + beyond;
   if constexpr (TRANSPOSED) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])

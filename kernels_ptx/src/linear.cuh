@@ -1,9 +1,9 @@
 // Few tokens times a large weight: what the entries of linear, linear_add, linear_act_mul and linear_f32 share.
 //
-// A block has TILES tiles of 16 slots (linear_out.cuh), all tokens, and part block_y() of grid_y() of the depth. Where
-// there are several parts, each block leaves its sums in the workspace, and the last of them to arrive adds them up, in
-// the order of the parts. So the order of every sum follows from the depth and grid_y(): no token's bits depend on the
-// number of tokens, nor on TILES.
+// A block has one or two tiles of 16 slots (linear_out.cuh), all tokens, and part block_y() of grid_y() of the depth.
+// Where there are several parts, each block leaves its sums in the workspace, and the last of them to arrive adds them
+// up, in the order of the parts. So the order of every sum follows from the depth and grid_y(): no token's bits depend
+// on the number of tokens, nor on the number of tiles.
 #pragma once
 
 #if TIER >= 80
@@ -44,10 +44,10 @@ DEVICE bool arrives_last(uint32* counter, int blocks) {
 }
 
 // The four sums that block_sums leaves side by side at `index`.
-template <int TILES, int EIGHTS, typename Out>
-DEVICE void finish_four(int index, const Pack<float, 4>& sums, int tokens, const Out& out) {
+template <int EIGHTS, typename Out>
+DEVICE void finish_four(int index, const Pack<float, 4>& sums, int tiles, int tokens, const Out& out) {
   const int lane = index % WARP, part = index / WARP;
-  const int slot = (block_x() * TILES + part / EIGHTS) * 16 + lane / 4;
+  const int slot = (block_x() * tiles + part / EIGHTS) * 16 + lane / 4;
   const int token = part % EIGHTS * 8 + lane % 4 * 2;
   UNROLL
   for (int i = 0; i < 2; ++i) {
@@ -56,37 +56,26 @@ DEVICE void finish_four(int index, const Pack<float, 4>& sums, int tokens, const
   }
 }
 
-template <int TILES, int EIGHTS, typename X, typename Out>
-DEVICE void linear_block(const Operands<X>& in, const Meeting& meeting, const Out& out) {
-  enum : int { FOURS = TILES * EIGHTS * WARP };
-  DYNAMIC_SHARED(memory);
-  const float* sums = reinterpret_cast<const float*>(memory);
-  const int layers = block_sums<TILES, EIGHTS>(in, out, memory);
-  if (grid_y() == 1) {
-    NO_UNROLL
-    for (int i = thread_index(); i < FOURS; i += thread_count()) {
-      finish_four<TILES, EIGHTS>(i, sum_of(sums + i * 4, layers, FOURS * 4), in.tokens, out);
-    }
-    return;
-  }
-  float* tile = meeting.workspace + int64(block_x()) * grid_y() * FOURS * 4;
-  NO_UNROLL
-  for (int i = thread_index(); i < FOURS; i += thread_count()) {
-    store(tile + (block_y() * FOURS + i) * 4, sum_of(sums + i * 4, layers, FOURS * 4));
-  }
-  if (!arrives_last(meeting.counters + block_x(), grid_y())) return;
-  NO_UNROLL
-  for (int i = thread_index(); i < FOURS; i += thread_count()) {
-    finish_four<TILES, EIGHTS>(i, sum_of(tile + i * 4, grid_y(), FOURS * 4), in.tokens, out);
-  }
-}
-
-// Up to 8 EIGHTS tokens. A grid that is wide enough for blocks of one tile gets those, else blocks have two.
+// Up to 8 EIGHTS tokens. A grid that is wide enough for blocks of one tile has those, else blocks have two.
 template <int EIGHTS, typename X, typename Out>
 DEVICE void linear(const Operands<X>& in, const Meeting& meeting, const Out& out) {
-  if (grid_x() * 16 >= out.template slots<8>()) {
-    linear_block<1, EIGHTS>(in, meeting, out);
-  } else {
-    linear_block<2, EIGHTS>(in, meeting, out);
+  DYNAMIC_SHARED(memory);
+  const int tiles = grid_x() * 16 >= out.template slots<8>() ? 1 : 2;
+  const int fours = tiles * EIGHTS * WARP;
+  int layers = block_sums<EIGHTS>(in, out, tiles, memory);
+  const float* sums = reinterpret_cast<const float*>(memory);
+  if (grid_y() > 1) {
+    float* parts = meeting.workspace + int64(block_x()) * grid_y() * fours * 4;
+    NO_UNROLL
+    for (int i = thread_index(); i < fours; i += thread_count()) {
+      store(parts + (block_y() * fours + i) * 4, sum_of(sums + i * 4, layers, fours * 4));
+    }
+    if (!arrives_last(meeting.counters + block_x(), grid_y())) return;
+    sums = parts;
+    layers = grid_y();
+  }
+  NO_UNROLL
+  for (int i = thread_index(); i < fours; i += thread_count()) {
+    finish_four<EIGHTS>(i, sum_of(sums + i * 4, layers, fours * 4), tiles, in.tokens, out);
   }
 }

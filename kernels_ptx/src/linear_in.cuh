@@ -25,13 +25,13 @@ DEVICE Range part_of(int depth, int part, int parts) {
   return {int(int64(lines) * part / parts) * LINE, end < depth ? end : depth};
 }
 
-// Elements [k, k + 8) of a row that may start anywhere: zeros from `end` on, or where there is no row.
+// Elements [k, k + 8) of a row that may start anywhere: zeros from `end` on.
 template <typename X>
 DEVICE Pack<X, WIDE> load_piece(const X* row, int k, int end) {
   Pack<X, WIDE> piece = {};
   UNROLL
   for (int i = 0; i < WIDE; ++i) {
-    if (row != nullptr && k + i < end) piece.at[i] = row[k + i];
+    if (k + i < end) piece.at[i] = row[k + i];
   }
   return piece;
 }

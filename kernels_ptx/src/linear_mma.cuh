@@ -16,76 +16,93 @@ enum : int { CHUNK = 32 };
 template <int TILES, int EIGHTS, typename X, typename Out>
 struct Stream {
   // 4096 bytes a piece and stage of 256 threads: at most 96 KB, which every GPU from sm_80 on gives to a block.
-  enum : int { PIECES = 2 * TILES + EIGHTS, FITTING = 24 / PIECES, STAGES = FITTING < 6 ? FITTING : 6 };
+  enum : int { ROWS = 2 * TILES, PIECES = ROWS + EIGHTS, FITTING = 24 / PIECES, STAGES = FITTING < 6 ? FITTING : 6 };
 
   const Operands<X>& in;
   const Out& out;
   Range range;
   unsigned char* ring;
-  const X* from[PIECES];  // the start of each piece's row, or of x where there is no such row
-  uint32 present;         // bit i: there is a row for piece i
+  const X* weight[ROWS];  // the starts of weight rows g and g + 8 of each tile
 
   DEVICE Stream(const Operands<X>& operands, const Out& target, unsigned char* memory)
       : in(operands),
         out(target),
         range(part_of(in.depth, block_y() * warp_count() + warp_index(), grid_y() * warp_count())),
-        ring(memory + thread_index() * 16),
-        present(0) {
+        ring(memory + thread_index() * 16) {
     UNROLL
-    for (int piece = 0; piece < PIECES; ++piece) {
-      const X* row = row_of(piece);
-      from[piece] = row == nullptr ? in.x : row;
-      present |= uint32(row != nullptr) << piece;
-    }
+    for (int piece = 0; piece < ROWS; ++piece) weight[piece] = weight_row(piece);
   }
 
-  // Weight rows g and g + 8 of each tile, then token g of each eight; null behind the last.
-  DEVICE const X* row_of(int piece) const {
-    const int group = lane_index() / 4;
-    if (piece < 2 * TILES) {
-      const int row = out.template row<8>(block_x() * TILES * 16 + piece * 8 + group);
-      return row == NOWHERE ? nullptr : in.weight + int64(row) * in.depth;
-    }
-    const int token = (piece - 2 * TILES) * 8 + group;
-    return token < in.tokens ? in.x + int64(token) * in.depth : nullptr;
+  // Behind the last row it is the first one, whose sums nobody asks for.
+  DEVICE const X* weight_row(int piece) const {
+    const int row = out.template row<8>(block_x() * TILES * 16 + piece * 8 + lane_index() / 4);
+    return in.weight + (row == NOWHERE ? 0 : int64(row) * in.depth);
   }
 
-  DEVICE unsigned char* slot(int stage, int piece) const {
+  // Token g of the eight that a piece behind the weight's belongs to, or NOWHERE.
+  DEVICE int token_of(int piece) const {
+    const int token = (piece - ROWS) * 8 + lane_index() / 4;
+    return token < in.tokens ? token : NOWHERE;
+  }
+
+  DEVICE unsigned char* place(int stage, int piece) const {
     return ring + (stage * PIECES + piece) * thread_count() * 16;
+  }
+
+  // Elements [k, k + 8) of every row. Tokens' addresses are counted up, since registers are few.
+  DEVICE void fetch_aligned(int stage, int k) const {
+    const bool inside = k < range.end;
+    UNROLL
+    for (int piece = 0; piece < ROWS; ++piece) {
+      copy_async_once(place(stage, piece), weight[piece] + (inside ? k : 0), inside ? 16 : 0);
+    }
+    int64 at = int64(lane_index() / 4) * in.depth + k;
+    UNROLL
+    for (int piece = ROWS; piece < PIECES; ++piece) {
+      const bool wanted = inside && token_of(piece) != NOWHERE;
+      copy_async(place(stage, piece), in.x + (wanted ? at : 0), wanted ? 16 : 0);
+      at += 8 * in.depth;
+    }
+  }
+
+  // The same of rows that start anywhere.
+  DEVICE void fetch_unaligned(int stage, int k) const {
+    NO_UNROLL
+    for (int piece = 0; piece < PIECES; ++piece) {
+      Pack<X, WIDE> got = {};
+      if (piece < ROWS) {
+        got = load_piece(weight_row(piece), k, range.end);
+      } else if (token_of(piece) != NOWHERE) {
+        got = load_piece(in.x + int64(token_of(piece)) * in.depth, k, range.end);
+      }
+      store(reinterpret_cast<X*>(place(stage, piece)), got);
+    }
   }
 
   // Every call commits one group, so that counting groups is counting chunks.
   DEVICE void fetch(int stage, int chunk) const {
     const int k = chunk + lane_index() % 4 * WIDE;
     if (chunk < range.end && in.depth % WIDE == 0) {
-      const bool inside = k < range.end;
-      UNROLL
-      for (int piece = 0; piece < PIECES; ++piece) {
-        const bool wanted = inside && (present >> piece & 1u);
-        copy_async_once(slot(stage, piece), from[piece] + (inside ? k : 0), wanted ? 16 : 0);
-      }
-    } else if (chunk < range.end) {  // rows start anywhere
-      NO_UNROLL
-      for (int piece = 0; piece < PIECES; ++piece) {
-        store(reinterpret_cast<X*>(slot(stage, piece)), load_piece(row_of(piece), k, range.end));
-      }
+      fetch_aligned(stage, k);
+    } else if (chunk < range.end) {
+      fetch_unaligned(stage, k);
     }
     commit_copies();
   }
 
   DEVICE void multiply(int stage, float (&sums)[TILES][EIGHTS][4]) const {
-    Words4 weights[TILES][2];
+    Words4 weights[ROWS];
     UNROLL
-    for (int piece = 0; piece < 2 * TILES; ++piece) weights[piece / 2][piece % 2] = load_words4(slot(stage, piece));
+    for (int piece = 0; piece < ROWS; ++piece) weights[piece] = load_words4(place(stage, piece));
     UNROLL
     for (int eight = 0; eight < EIGHTS; ++eight) {
-      const Words4 x = load_words4(slot(stage, 2 * TILES + eight));
+      const Words4 x = load_words4(place(stage, ROWS + eight));
       UNROLL
       for (int half = 0; half < 2; ++half) {
         const uint32 b[2] = {x.word[2 * half], x.word[2 * half + 1]};
         UNROLL
         for (int tile = 0; tile < TILES; ++tile) {
-          const Words4 &upper = weights[tile][0], &lower = weights[tile][1];
+          const Words4 &upper = weights[2 * tile], &lower = weights[2 * tile + 1];
           const uint32 a[4] = {upper.word[2 * half], lower.word[2 * half], upper.word[2 * half + 1],
                                lower.word[2 * half + 1]};
           mma_16816(sums[tile][eight], a, b, X());
@@ -95,24 +112,22 @@ struct Stream {
   }
 
   DEVICE void accumulate(float (&sums)[TILES][EIGHTS][4]) const {
+    enum : int { AHEAD = STAGES - 1 };
+    int stage = 1;  // so that what is fetched first goes to stage 0
     NO_UNROLL
-    for (int stage = 0; stage < STAGES - 1; ++stage) fetch(stage, range.begin + stage * CHUNK);
-    int stage = 0;
-    NO_UNROLL
-    for (int chunk = range.begin; chunk < range.end; chunk += CHUNK) {
-      wait_copies<STAGES - 2>();
+    for (int chunk = range.begin - AHEAD * CHUNK; chunk < range.end; chunk += CHUNK) {
+      if (chunk >= range.begin) wait_copies<AHEAD - 1>();
       // Into the stage before this one, whose products have been started.
-      fetch(stage == 0 ? STAGES - 1 : stage - 1, chunk + (STAGES - 1) * CHUNK);
-      multiply(stage, sums);
-      stage = stage + 1 == STAGES ? 0 : stage + 1;
+      fetch(stage == 0 ? AHEAD : stage - 1, chunk + AHEAD * CHUNK);
+      if (chunk >= range.begin) multiply(stage, sums);
+      stage = stage == AHEAD ? 0 : stage + 1;
     }
   }
 };
 
-// Leaves each warp's partial sums of the block's tile in shared memory, one after another, and gives their number. Of
-// lane (g, t) and an eight there are four in a row: first g and second g, each of tokens 2 t and 2 t + 1.
+// Each warp's partial sums of the block's tiles, one after another in shared memory.
 template <int TILES, int EIGHTS, typename X, typename Out>
-DEVICE int block_sums(const Operands<X>& in, const Out& out, unsigned char* memory) {
+DEVICE void partial_sums(const Operands<X>& in, const Out& out, unsigned char* memory) {
   float sums[TILES][EIGHTS][4] = {};
   Stream<TILES, EIGHTS, X, Out>(in, out, memory).accumulate(sums);
   sync_block();  // the ring is read; its memory is the sums' now
@@ -126,5 +141,16 @@ DEVICE int block_sums(const Operands<X>& in, const Out& out, unsigned char* memo
     }
   }
   sync_block();
+}
+
+// Leaves partial sums of the block's 1 or 2 tiles in shared memory, and gives how many layers of them there are. In a
+// layer, lane (g, t) of a tile and an eight has four in a row: first g and second g, each of tokens 2 t and 2 t + 1.
+template <int EIGHTS, typename X, typename Out>
+DEVICE int block_sums(const Operands<X>& in, const Out& out, int tiles, unsigned char* memory) {
+  if (tiles == 1) {
+    partial_sums<1, EIGHTS>(in, out, memory);
+  } else {
+    partial_sums<2, EIGHTS>(in, out, memory);
+  }
   return warp_count();
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,8 @@ from rvllm.program.ops import (
     parts,
 )
 from rvllm.program.plan import MemoryPlan, plan
-from rvllm.program.program import Program, Step
+from rvllm.program.program import Program, Step, joined_name, matrices
+from rvllm.sampling.sampler import Sampled, SamplingRow, sample_rows
 
 Progress = Callable[[str, int, int], None]
 FLOAT32_BYTES = 4
@@ -48,14 +49,21 @@ class CpuModel:
         *,
         blocks: tuple[int, ...],
         block_size: int,
+        vocab_limit: int | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.program = program
+        self._vocab_limit = vocab_limit or program.output.sizes({"rows": 1})[1]
         self._weights = load_weights(program, checkpoint, progress)
         self._caches = _new_caches(program, blocks, block_size)
         self._plans: dict[int, MemoryPlan] = {}
         self._arena = np.empty(0, dtype=np.float32)
         self._views: dict[tuple[int, int], dict[str, Float32]] = {}
+
+    def run(self, step: Step, rows: Sequence[SamplingRow]) -> list[Sampled]:
+        """Compute one step and draw a token for each of its wanted rows."""
+        logits = self.forward(step)
+        return sample_rows(logits, rows, self._vocab_limit)
 
     def forward(self, step: Step) -> Float32:
         """Logits (rows, vocab) float32 of the step's wanted rows; the caches then hold its tokens."""
@@ -65,7 +73,7 @@ class CpuModel:
         arena = self._places(len(step.ids), len(step.rows))
         for op in self.program.ops:
             for part in parts(op):
-                result = self._run(part, values, step)
+                result = define_op(part, values, self._weights, step)
                 place = arena.get(part.out.name)
                 if place is not None:
                     np.copyto(place, result)
@@ -94,49 +102,45 @@ class CpuModel:
             self._plans[bucket] = plan(self.program, lambda tensor: math.prod(tensor.sizes(sizes)) * FLOAT32_BYTES)
         return self._plans[bucket]
 
-    def _run(self, op: Plain, values: Mapping[str, Any], step: Step) -> Float32:
-        """One op by its definition."""
 
-        def value(tensor: Tensor) -> Any:
-            return self._weights[tensor.name] if tensor.kind is Kind.WEIGHT else values[tensor.name]
+def define_op(op: Plain, values: Mapping[str, Any], weights: Mapping[str, Float32], step: Step) -> Float32:
+    """One op by its definition. `values` has its inputs by name, and the caches, which RopeKV writes to."""
 
-        dtype = op.out.dtype
-        match op:
-            case Embedding():
-                return define.embedding(value(op.ids), value(op.table), dtype)
-            case RopeAngles():
-                inv_freq = value(op.inv_freq)
-                return define.rope_angles(value(op.positions), value(op.lengths), inv_freq, op.threshold, op.scale)
-            case Norm():
-                return define.norm(value(op.x), value(op.weight), op.epsilon, dtype)
-            case Linear():
-                decode = len(value(op.x)) if op.out.shape[0] == "rows" else step.decode_tokens
-                bias = self._weights.get(joined_name(op.biases)) if op.biases else None
-                return define.linear(value(op.x), self._weights[joined_name(op.weights)], bias, decode, dtype)
-            case RopeKV():
-                qkv, angles, cache = value(op.qkv), value(op.angles), value(op.cache)
-                return define.rope_kv(qkv, angles, value(op.slots), cache, op.heads, dtype, op.cache.dtype)
-            case Attention():
-                tables, starts, lengths = value(op.block_tables), value(op.query_starts), value(op.kv_lengths)
-                q, cache = value(op.q), value(op.cache)
-                return define.attention(q, cache, tables, starts, lengths, op.heads, op.scale, op.window, dtype)
-            case ActMul():
-                return define.act_mul(value(op.x), op.activation, dtype)
-            case Add():
-                return define.add(value(op.x), value(op.y), dtype)
-            case SelectRows():
-                rows: Float32 = value(op.x)[value(op.rows)]
-                return rows
+    def value(tensor: Tensor) -> Any:
+        return weights[tensor.name] if tensor.kind is Kind.WEIGHT else values[tensor.name]
 
-
-def joined_name(segments: tuple[Tensor, ...]) -> str:
-    """The name under which a linear op's segments are held as one matrix."""
-    return "+".join(segment.name for segment in segments)
+    dtype = op.out.dtype
+    match op:
+        case Embedding():
+            return define.embedding(value(op.ids), value(op.table), dtype)
+        case RopeAngles():
+            inv_freq = value(op.inv_freq)
+            return define.rope_angles(value(op.positions), value(op.lengths), inv_freq, op.threshold, op.scale)
+        case Norm():
+            return define.norm(value(op.x), value(op.weight), op.epsilon, dtype)
+        case Linear():
+            decode = len(value(op.x)) if op.out.shape[0] == "rows" else step.decode_tokens
+            bias = weights.get(joined_name(op.biases)) if op.biases else None
+            return define.linear(value(op.x), weights[joined_name(op.weights)], bias, decode, dtype)
+        case RopeKV():
+            qkv, angles, cache = value(op.qkv), value(op.angles), value(op.cache)
+            return define.rope_kv(qkv, angles, value(op.slots), cache, op.heads, dtype, op.cache.dtype)
+        case Attention():
+            tables, starts, lengths = value(op.block_tables), value(op.query_starts), value(op.kv_lengths)
+            q, cache = value(op.q), value(op.cache)
+            return define.attention(q, cache, tables, starts, lengths, op.heads, op.scale, op.window, dtype)
+        case ActMul():
+            return define.act_mul(value(op.x), op.activation, dtype)
+        case Add():
+            return define.add(value(op.x), value(op.y), dtype)
+        case SelectRows():
+            rows: Float32 = value(op.x)[value(op.rows)]
+            return rows
 
 
 def load_weights(program: Program, checkpoint: Checkpoint, progress: Progress | None) -> dict[str, Float32]:
     """Every weight in float32, the segments of each linear op as one contiguous matrix; equal names share memory."""
-    wanted = _wanted(program)
+    wanted = matrices(program)
     total = sum(checkpoint.tensors[segment.name].nbytes for segments in wanted.values() for segment in segments)
     done = 0
     weights: dict[str, Float32] = {}
@@ -152,23 +156,6 @@ def load_weights(program: Program, checkpoint: Checkpoint, progress: Progress | 
                 progress("loading weights", done, total)
         weights[name] = matrix
     return weights
-
-
-def _wanted(program: Program) -> dict[str, tuple[Tensor, ...]]:
-    """Every matrix the program needs, by its joined name, and the checkpoint tensors it is made of."""
-    wanted: dict[str, tuple[Tensor, ...]] = {}
-    for op in program.ops:
-        for part in parts(op):
-            match part:
-                case Embedding():
-                    wanted[part.table.name] = (part.table,)
-                case Norm():
-                    wanted[part.weight.name] = (part.weight,)
-                case Linear():
-                    wanted[joined_name(part.weights)] = part.weights
-                    if part.biases:
-                        wanted[joined_name(part.biases)] = part.biases
-    return wanted
 
 
 def _new_caches(program: Program, blocks: tuple[int, ...], block_size: int) -> dict[str, npt.NDArray[np.float32]]:

@@ -7,13 +7,14 @@ from typing import Any
 
 import click
 
-from rvllm.cli.fit import RUNTIME_BYTES, USABLE_SHARE, Fit, on_cpu, on_gpu
+from rvllm.cli.fit import Fit, on_cpu, on_gpu
 from rvllm.cli.gpus import gpu_option
 from rvllm.cli.machine import Facts, free_memory, machine
 from rvllm.cli.model import OpenedModel, open_model
 from rvllm.cli.options import Size, in_gib, json_option, setting, talk_options
 from rvllm.cli.talk import Talk
 from rvllm.config import DTYPES, LOAD_FORMATS, EngineConfig
+from rvllm.engine.load import RUNTIME_BYTES
 from rvllm.errors import StartError
 from rvllm.program.cost import DEVICES
 
@@ -161,7 +162,7 @@ def gpu_rows(nvidia: Facts) -> list[tuple[str, str]]:
 def model_lines(opened: OpenedModel, place: Place, fit: Fit) -> list[str]:
     """How a model fits, for people."""
     stored = ", ".join(f"{in_gib(nbytes)} {name}" for name, nbytes in opened.weight_bytes.items())
-    share = "free" if place.on_cpu else f"{USABLE_SHARE:.0%} of {in_gib(place.memory_bytes)}"
+    share = "free" if place.on_cpu else f"{EngineConfig().gpu_memory_utilization:.0%} of {in_gib(place.memory_bytes)}"
     rows = [
         ("model", f"{opened.source.files.name}, {opened.source.config.architecture}"),
         ("weights", f"{stored}{f'; {in_gib(fit.weight_bytes)} in float32' if place.on_cpu else ''}"),

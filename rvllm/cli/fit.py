@@ -6,18 +6,13 @@ import math
 from dataclasses import dataclass
 
 from rvllm.cli.model import OpenedModel
-from rvllm.config import EngineConfig
+from rvllm.config import CPU_CACHE_BYTES, EngineConfig
 from rvllm.engine.block_pool import blocks_for, pool_blocks
+from rvllm.engine.load import RUNTIME_BYTES
 from rvllm.program.cost import tensor_bytes
 from rvllm.program.fuse import ALL_KERNELS, fuse
 from rvllm.program.ops import Tensor
 from rvllm.program.plan import plan
-
-USABLE_SHARE = 0.92
-"""Of a card's memory; the rest is left to others and to what fragments."""
-
-RUNTIME_BYTES = 600 << 20
-"""A CUDA context with its kernels and graphs: an estimate."""
 
 CONTEXTS = (4096, 1024)
 FLOAT32_BYTES = 4
@@ -50,7 +45,7 @@ def on_gpu(opened: OpenedModel, memory_bytes: int) -> Fit:
     sizes = _busiest_step()
     activations = plan(program, lambda tensor: tensor_bytes(tensor, sizes)).nbytes
     weights = sum(opened.weight_bytes.values())
-    return _fit(opened, int(memory_bytes * USABLE_SHARE), weights, activations + RUNTIME_BYTES)
+    return _fit(opened, int(memory_bytes * EngineConfig().gpu_memory_utilization), weights, activations + RUNTIME_BYTES)
 
 
 def on_cpu(opened: OpenedModel, memory_bytes: int) -> Fit:
@@ -62,7 +57,7 @@ def on_cpu(opened: OpenedModel, memory_bytes: int) -> Fit:
         return math.prod(tensor.sizes(sizes)) * FLOAT32_BYTES
 
     weights = sum(nbytes(tensor) for tensor in program.weights.values())
-    return _fit(opened, memory_bytes, weights, plan(program, nbytes).nbytes, EngineConfig().kv_cache_memory_bytes)
+    return _fit(opened, memory_bytes, weights, plan(program, nbytes).nbytes, CPU_CACHE_BYTES)
 
 
 def _busiest_step() -> dict[str, int]:

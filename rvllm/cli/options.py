@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from rvllm.cli.main import debug_option
-from rvllm.config import BLOCK_SIZES, DEVICES, DTYPES, LOAD_FORMATS, EngineConfig
+from rvllm.config import BLOCK_SIZES, CPU_CACHE_BYTES, DEVICES, DTYPES, LOAD_FORMATS, EngineConfig
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -89,7 +89,7 @@ model_settings = chain(
     setting(
         "kv_cache_memory_bytes",
         type=Size(),
-        help=f"Of the key/value cache.  [default: {in_gib(DEFAULTS['kv_cache_memory_bytes'])}]",
+        help=f"Of the key/value cache.  [default: what is left of a GPU's share; {in_gib(CPU_CACHE_BYTES)} on a CPU]",
     ),
     setting(
         "block_size",
@@ -106,6 +106,10 @@ model_settings = chain(
         show_default=True,
         help="Where sampling defaults come from: the model, nowhere, or a folder's generation_config.json.",
     ),
+    setting(
+        "gpu_memory_utilization", type=click.FloatRange(0.01, 1.0), show_default=True, help="Share of a GPU to use."
+    ),
+    setting("enforce_eager", is_flag=True, help="Launch kernels one by one, not as graphs: for debugging."),
     setting("offline", is_flag=True, help="Never fetch the default model."),
 )
 """Options that become EngineConfig's fields."""

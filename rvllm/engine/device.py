@@ -7,8 +7,6 @@ from collections.abc import Callable
 from rvllm.backend.cuda.driver import Gpu, devices
 from rvllm.errors import DeviceError
 
-NO_BACKEND = "this version has no CUDA backend"
-
 
 def choose_device(asked: str, warn: Callable[[str], None], find_gpus: Callable[[], list[Gpu]] = devices) -> str:
     """The device to use, "cpu" | "cuda", for `asked`, one of config.DEVICES.
@@ -18,13 +16,10 @@ def choose_device(asked: str, warn: Callable[[str], None], find_gpus: Callable[[
     if asked == "cpu":
         return "cpu"
     try:
-        gpus = find_gpus()
+        find_gpus()
     except DeviceError as cause:
         if asked == "cuda":
             raise
         warn(f"running on the CPU: {cause.message}")
         return "cpu"
-    if asked == "cuda":
-        raise DeviceError(f"{NO_BACKEND}, so {gpus[0].name} cannot be used", hint="use --device cpu")
-    warn(f"running on the CPU: {NO_BACKEND}, so {gpus[0].name} is not used")
-    return "cpu"
+    return "cuda"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,9 +12,8 @@ from rvllm.engine.request import Request, Sequence, TokenEvent
 from rvllm.engine.scheduler import schedule
 from rvllm.engine.step import build_step
 from rvllm.errors import PromptTooLong
-from rvllm.program.dtype import Float32
 from rvllm.program.program import Program, Step
-from rvllm.sampling.sampler import Sampled, SamplingRow, sample_rows
+from rvllm.sampling.sampler import Sampled, SamplingRow
 
 
 class Model(Protocol):
@@ -22,8 +22,8 @@ class Model(Protocol):
     @property
     def program(self) -> Program: ...
 
-    def forward(self, step: Step) -> Float32:
-        """Logits (rows, vocab) of the step's rows."""
+    def run(self, step: Step, rows: Items[SamplingRow]) -> list[Sampled]:
+        """Compute a step and draw a token for each of its rows."""
         ...
 
 
@@ -88,11 +88,11 @@ class Engine:
         if not chunks:
             return []
         finished = [chunk.sequence for chunk in chunks if chunk.finishes]
-        logits = self._model.forward(build_step(chunks, limits.block_size))
+        rows = [self._sampling_row(sequence) for sequence in finished]
+        drawn = self._model.run(build_step(chunks, limits.block_size), rows)
         for chunk in chunks:
             chunk.sequence.computed += chunk.tokens
-        rows = [self._sampling_row(sequence) for sequence in finished]
-        return [self._accept(*pair) for pair in zip(finished, sample_rows(logits, rows, limits.vocab_limit))]
+        return [self._accept(*pair) for pair in zip(finished, drawn)]
 
     def _admit(self) -> None:
         """Start waiting requests in order, while there is a place and blocks for all they may ever need."""

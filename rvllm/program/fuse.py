@@ -24,6 +24,7 @@ FUSIONS = (
     Fusion("norm_linear_rope_kv", (Norm, Linear, RopeKV)),
     Fusion("norm_linear_act_mul", (Norm, Linear, ActMul)),
     Fusion("norm_linear", (Norm, Linear)),
+    Fusion("linear_act_mul", (Linear, ActMul)),
     Fusion("linear_add", (Linear, Add)),
     Fusion("add_norm", (Add, Norm), kept=frozenset({0})),  # the sum is the residual stream: read again later
 )

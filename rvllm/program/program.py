@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rvllm.program.dtype import DType, Float32
-from rvllm.program.ops import Kind, Op, Tensor, parts, reads
+from rvllm.program.ops import Embedding, Kind, Linear, Norm, Op, Tensor, parts, reads
 
 Int32 = npt.NDArray[np.int32]
 
@@ -85,6 +85,28 @@ class Step:
         for group, (slots, tables) in enumerate(zip(self.slots, self.block_tables)):
             named |= {f"slots.{group}": slots, f"block_tables.{group}": tables}
         return named
+
+
+def matrices(program: Program) -> dict[str, tuple[Tensor, ...]]:
+    """What the program reads from the checkpoint, by joined name: a tensor, or several whose rows make one matrix."""
+    wanted: dict[str, tuple[Tensor, ...]] = {}
+    for op in program.ops:
+        for part in parts(op):
+            match part:
+                case Embedding():
+                    wanted[part.table.name] = (part.table,)
+                case Norm():
+                    wanted[part.weight.name] = (part.weight,)
+                case Linear():
+                    wanted[joined_name(part.weights)] = part.weights
+                    if part.biases:
+                        wanted[joined_name(part.biases)] = part.biases
+    return wanted
+
+
+def joined_name(segments: tuple[Tensor, ...]) -> str:
+    """The name under which a linear op's segments are held as one matrix."""
+    return "+".join(segment.name for segment in segments)
 
 
 def unfused(program: Program) -> Program:

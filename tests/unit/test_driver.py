@@ -213,12 +213,10 @@ def test_auto_without_a_gpu_takes_the_cpu_and_says_why_in_one_line() -> None:
     assert notes == ["running on the CPU: there is no usable NVIDIA driver"]
 
 
-def test_auto_with_a_gpu_says_that_it_is_not_used() -> None:
+def test_a_gpu_is_used_without_a_word_where_there_is_one() -> None:
     notes: list[str] = []
-    assert choose_device("auto", notes.append, found) == "cpu"
-    assert len(notes) == 1
-    assert "no CUDA backend" in notes[0]
-    assert "NVIDIA H200" in notes[0]
+    assert [choose_device(asked, notes.append, found) for asked in ("auto", "cuda")] == ["cuda", "cuda"]
+    assert notes == []
 
 
 def test_cpu_asks_no_driver_and_says_nothing() -> None:
@@ -233,8 +231,3 @@ def test_cpu_asks_no_driver_and_says_nothing() -> None:
 def test_cuda_without_a_driver_is_refused_with_the_drivers_reason() -> None:
     with pytest.raises(DeviceError, match="there is no usable NVIDIA driver"):
         choose_device("cuda", print, refused)
-
-
-def test_cuda_with_a_gpu_is_refused_because_there_is_no_backend_yet() -> None:
-    with pytest.raises(DeviceError, match="no CUDA backend"):
-        choose_device("cuda", print, found)

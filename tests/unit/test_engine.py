@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from rvllm.program.dtype import F32
 from rvllm.program.ops import Kind, Tensor
 from rvllm.program.program import CacheGroup, Program, Step
 from rvllm.sampling.params import SamplingParams
+from rvllm.sampling.sampler import Sampled, SamplingRow, sample_rows
 
 VOCAB, EOS = 32, 31
 
@@ -29,12 +30,12 @@ class TableModel:
         self.program = Program((), output, {}, (CacheGroup(None, 1, 2, F32, 1),) * groups)
         self.written: set[tuple[int, int]] = set()
 
-    def forward(self, step: Step) -> np.ndarray:
+    def run(self, step: Step, rows: Sequence[SamplingRow]) -> list[Sampled]:
         self.steps.append(step)
         logits = np.zeros((len(step.rows), VOCAB), dtype=np.float32)
         for row, token in enumerate(step.ids[step.rows].tolist()):
             logits[row, self.table.get(token, token)] = 10.0
-        return logits
+        return sample_rows(logits, rows, VOCAB)
 
 
 def engine(model: TableModel, **changes: int) -> Engine:

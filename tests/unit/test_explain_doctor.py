@@ -21,7 +21,7 @@ from rvllm.cli.machine import cpu, free_memory, memory
 from rvllm.cli.main import commands
 from rvllm.cli.model import OpenedModel, open_model
 from rvllm.cli.options import in_gib
-from rvllm.config import EngineConfig
+from rvllm.config import CPU_CACHE_BYTES
 from rvllm.errors import DeviceError
 from rvllm.version import VERSION
 from tests.fixtures.models import Shape, chain_model, edit_json, random_model
@@ -269,7 +269,7 @@ def test_on_the_cpu_weights_are_counted_in_float32(tmp_path: Path) -> None:
     model = opened(tmp_path / "m", dtype="float32", load_format="auto")
     stored = sum(model.weight_bytes.values())
     assert on_cpu(model, 1 << 34).weight_bytes == 2 * stored  # from bf16; the tied head is there once
-    assert on_cpu(model, 1 << 34).cache_bytes == EngineConfig().kv_cache_memory_bytes
+    assert on_cpu(model, 1 << 34).cache_bytes == CPU_CACHE_BYTES
 
 
 def test_a_broken_model_gives_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

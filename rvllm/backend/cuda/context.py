@@ -83,7 +83,8 @@ class Context:
         status, address = self._cuda.cuMemAlloc(max(nbytes, 1))
         if int(status) == int(self._cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY):
             raise DeviceError(
-                f"{self.gpu.name} has no room for {nbytes:,} bytes: {self.free_bytes():,} of {self.gpu.total_bytes:,} are free",
+                f"{self.gpu.name} has no room for {nbytes:,} bytes: {self.free_bytes():,} of its "
+                f"{self.gpu.total_bytes:,} are free",
                 hint="use a smaller model or --max-model-len, or end what else uses the GPU (see `nvidia-smi`)",
             )
         return int(check("cuMemAlloc", (status, address)))
@@ -109,7 +110,7 @@ class Context:
             check("cuMemcpyDtoH", self._cuda.cuMemcpyDtoH(array.ctypes.data, address, array.nbytes))
 
     def pinned(self, nbytes: int) -> Bytes:
-        """Page-locked host memory, (nbytes,) uint8: copies from it run beside the CPU. It lives as long as the context."""
+        """Page-locked host memory, (nbytes,) uint8, for copies beside the CPU's work; it lives as the context does."""
         address = int(check("cuMemHostAlloc", self._cuda.cuMemHostAlloc(nbytes, 0)))
         return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
@@ -121,16 +122,19 @@ class Context:
         """Copy to page-locked host memory, in stream order."""
         check("cuMemcpyDtoHAsync", self._cuda.cuMemcpyDtoHAsync(target, address, nbytes, self._stream))
 
-    def register(self, array: Bytes) -> None:
-        """Page-lock a part of a MAP_SHARED, read-only file mapping so that the device copies from it directly.
+    def lock_pages(self, pages: tuple[int, int]) -> tuple[int, int] | None:
+        """Page-lock (address, bytes), whole pages of a MAP_SHARED file mapping, so that the device copies from there.
 
-        `array` begins and ends on pages. Never a MAP_PRIVATE mapping: there the driver did not return in 25 s a GiB.
+        Never a MAP_PRIVATE mapping: there the driver did not return within 25 s a GiB. None where the driver will not
+        (some file systems): copies then go through the driver's own buffer, which is right and slower.
         """
-        flags = self._cuda.CU_MEMHOSTREGISTER_READ_ONLY
-        check("cuMemHostRegister", self._cuda.cuMemHostRegister(array.ctypes.data, array.nbytes, flags))
+        status = self._cuda.cuMemHostRegister(*pages, self._cuda.CU_MEMHOSTREGISTER_READ_ONLY)
+        return pages if int(status[0]) == 0 else None
 
-    def unregister(self, array: Bytes) -> None:
-        check("cuMemHostUnregister", self._cuda.cuMemHostUnregister(array.ctypes.data))
+    def unlock_pages(self, pages: tuple[int, int] | None) -> None:
+        """Undo `lock_pages`; copies from there must be done."""
+        if pages is not None:
+            check("cuMemHostUnregister", self._cuda.cuMemHostUnregister(pages[0]))
 
     # Kernels
 
@@ -163,7 +167,7 @@ class Context:
             check(f"cuFuncSetAttribute({entry})", cuda.cuFuncSetAttribute(handle, which, shared_bytes))
         return Kernel(entry, types, handle)
 
-    def launch(
+    def launch_kernel(
         self, kernel: Kernel, grid: Dimensions, block: int, shared_bytes: int, values: Sequence[int | float]
     ) -> None:
         """Launch in stream order; `values` are packed as the kernel's types say."""

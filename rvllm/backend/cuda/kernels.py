@@ -6,17 +6,19 @@ and the shared memory; should the driver refuse all the same, the next lower tie
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from importlib import resources
 from typing import Any, Protocol
 
-from rvllm.backend.cuda.context import Context, Kernel
-from rvllm.backend.cuda.driver import driver_version
+import numpy as np
+import numpy.typing as npt
+
+from rvllm.backend.cuda.context import Context, Graph, Kernel
+from rvllm.backend.cuda.driver import driver_version, ptx_tier
+from rvllm.backend.cuda.lower import Launch
 from rvllm.errors import DeviceError
 
 TIERS = ("t70", "t75", "t80", "t89", "t90", "t90a")
@@ -25,17 +27,18 @@ FORCED_TIER = "RVLLM_TIER"
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """One PTX file: `types` has each entry's argument types. `minimum_driver` is a branch number, 525 for R525."""
+    """One PTX file: `types` and `arguments` of each entry. `minimum_driver` is a branch number, 525 for R525."""
 
     stem: str
     tier: str
     path: str
     types: Mapping[str, tuple[str, ...]]
+    arguments: Mapping[str, tuple[str, ...]]
     minimum_driver: int
 
 
-class Launcher(Protocol):
-    """What lowering needs of a GPU: memory and launches by kernel name. A test's stand-in runs kernels on the host."""
+class Device(Protocol):
+    """What a model needs of a GPU. A test's stand-in has the host's memory and runs the kernels' sources there."""
 
     @property
     def tier(self) -> str: ...
@@ -45,99 +48,98 @@ class Launcher(Protocol):
 
     def allocate(self, nbytes: int) -> int: ...
 
-    def launch(
-        self,
-        stem: str,
-        entry: str,
-        grid: tuple[int, ...],
-        block: int,
-        shared_bytes: int,
-        values: tuple[int | float, ...],
-    ) -> None: ...
+    def free(self, address: int) -> None: ...
+
+    def fill(self, address: int, byte: int, nbytes: int) -> None: ...
+
+    def write(self, address: int, array: npt.NDArray[Any]) -> None: ...
+
+    def read(self, address: int, array: npt.NDArray[Any]) -> None: ...
+
+    def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]: ...
+
+    def copy_in(self, address: int, source: int, nbytes: int) -> None: ...
+
+    def copy_out(self, target: int, address: int, nbytes: int) -> None: ...
+
+    def lock_pages(self, pages: tuple[int, int]) -> tuple[int, int] | None: ...
+
+    def unlock_pages(self, pages: tuple[int, int] | None) -> None: ...
+
+    def launch(self, launch: Launch) -> None: ...
+
+    def capture(self, launches: Sequence[Launch]) -> Graph | None:
+        """The launches as a graph; None where the device has no graphs and `launch` is all there is."""
+        ...
+
+    def replay(self, graph: Graph) -> None: ...
+
+    def synchronize(self) -> None: ...
 
 
-class Kernels:
-    """The kernels of one GPU, loaded when first launched."""
+class Gpu(Context):
+    """A GPU with our kernels, each loaded when it is first launched."""
 
-    def __init__(self, context: Context, warn: Callable[[str], None]) -> None:
-        self._context = context
+    def __init__(self, index: int, warn: Callable[[str], None]) -> None:
+        super().__init__(index)
         self._warn = warn
         self._builds = read_manifest()
-        self._driver = driver_version()
-        self.tier = chosen_tier(context.gpu.compute_capability, self._driver, os.environ.get(FORCED_TIER))
+        forced = os.environ.get(FORCED_TIER)
+        self.tier = chosen_tier(self.gpu.compute_capability, driver_version(), forced)
         self._modules: dict[str, tuple[Build, Any]] = {}
         self._kernels: dict[str, Kernel] = {}
 
-    @property
-    def multiprocessors(self) -> int:
-        return self._context.multiprocessors
-
-    def allocate(self, nbytes: int) -> int:
-        return self._context.allocate(nbytes)
-
-    def launch(
-        self,
-        stem: str,
-        entry: str,
-        grid: tuple[int, ...],
-        block: int,
-        shared_bytes: int,
-        values: tuple[int | float, ...],
-    ) -> None:
-        """Launch `entry` of `stem`'s PTX in stream order."""
-        kernel = self._kernels.get(entry)
+    def launch(self, launch: Launch) -> None:
+        """Launch in stream order."""
+        kernel = self._kernels.get(launch.entry)
         if kernel is None:
-            kernel = self._kernels[entry] = self._load(stem, entry)
-        self._context.launch(kernel, grid, block, shared_bytes, values)
+            kernel = self._kernels[launch.entry] = self._load(launch.stem, launch.entry)
+        self.launch_kernel(kernel, launch.grid, launch.block, launch.shared_bytes, launch.values)
+
+    def capture(self, launches: Sequence[Launch]) -> Graph:
+        """The launches as a graph. Their kernels are loaded first: loading is not allowed while capturing."""
+        for launch in launches:
+            if launch.entry not in self._kernels:
+                self._kernels[launch.entry] = self._load(launch.stem, launch.entry)
+        with self.capturing() as finish:
+            for launch in launches:
+                self.launch(launch)
+        return finish()
 
     def _load(self, stem: str, entry: str) -> Kernel:
         if stem not in self._modules:
             self._modules[stem] = self._load_module(stem)
         build, module = self._modules[stem]
         if entry not in build.types:
-            raise DeviceError(f"{build.path} has no kernel {entry}", hint="rebuild it: python kernels_ptx/build.py")
-        return self._context.kernel(module, entry, build.types[entry], self._context.shared_bytes)
+            raise DeviceError(f"{build.path} has no kernel {entry}", hint="rebuild it: python -m kernels_ptx.build")
+        return self.kernel(module, entry, build.types[entry], self.shared_bytes)
 
     def _load_module(self, stem: str) -> tuple[Build, Any]:
-        candidates = self.candidates(stem)
-        for build in candidates:
+        builds = candidates(self._builds, stem, self.tier)
+        for build in builds:
             try:
-                return build, self._context.load_image(self._image(build))
+                return build, self.load_image((_package() / build.path).read_bytes() + b"\0")
             except DeviceError as refusal:
-                if build is candidates[-1]:
+                if build is builds[-1]:
                     raise
                 self._warn(f"{build.path} was refused, a lower tier is used: {refusal.message}")
         raise DeviceError(f"there is no build of kernel {stem} for {self.tier}", hint=f"unset {FORCED_TIER}")
 
-    def candidates(self, stem: str) -> list[Build]:
-        """Builds of `stem` that this GPU can run, best first."""
-        highest = TIERS.index(self.tier)
-        fitting = [b for b in self._builds if b.stem == stem and TIERS.index(b.tier) <= highest]
-        return sorted(fitting, key=lambda build: -TIERS.index(build.tier))
 
-    def _image(self, build: Build) -> bytes:
-        return (_package() / build.path).read_bytes() + b"\0"
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """What decides the compiled kernels: their PTX, the GPU and the driver."""
-        parts = [build.path for build in self._builds] + [str(self._context.gpu.compute_capability), str(self._driver)]
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+def candidates(builds: Sequence[Build], stem: str, tier: str) -> list[Build]:
+    """Builds of `stem` that a GPU of `tier` can run, best first."""
+    highest = TIERS.index(tier)
+    fitting = [build for build in builds if build.stem == stem and TIERS.index(build.tier) <= highest]
+    return sorted(fitting, key=lambda build: -TIERS.index(build.tier))
 
 
 def chosen_tier(capability: tuple[int, int], cuda_version: tuple[int, int], forced: str | None) -> str:
     """The highest tier for a GPU and a driver, or the forced one if it is not higher. Raises DeviceError."""
-    if capability < (7, 0):
+    best = ptx_tier(capability, cuda_version)
+    if best is None:
         raise DeviceError(
             f"the GPU has compute capability {capability[0]}.{capability[1]}, the oldest that works is 7.0"
         )
-    if capability == (9, 0):
-        best = "t90a"
-    else:
-        known = [tier for tier in TIERS[:-1] if int(tier[1:]) <= capability[0] * 10 + capability[1]]
-        best = known[-1]
-    if cuda_version < (12, 4) and TIERS.index(best) >= TIERS.index("t89") and best == "t89":
-        best = "t80"
     if forced is None:
         return best
     if forced not in TIERS or TIERS.index(forced) > TIERS.index(best):
@@ -158,11 +160,13 @@ def read_manifest() -> list[Build]:
 
 def _build(path: str, entry: Mapping[str, Any]) -> Build:
     _, tier, file = path.split("/")
-    types = {
-        name: tuple(argument.split()[0] for argument in facts["arguments"].split(", ") if argument)
+    signatures = {
+        name: [argument.split() for argument in facts["arguments"].split(", ") if argument]
         for name, facts in entry["entries"].items()
     }
-    return Build(file.removesuffix(".ptx"), tier, path, types, entry["minimum_driver"])
+    types = {name: tuple(kind for kind, _ in signature) for name, signature in signatures.items()}
+    arguments = {name: tuple(argument for _, argument in signature) for name, signature in signatures.items()}
+    return Build(file.removesuffix(".ptx"), tier, path, types, arguments, entry["minimum_driver"])
 
 
 def _package() -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import singledispatch
 
-from rvllm.program.dtype import BF16, DType
+from rvllm.program.dtype import BF16, F32, DType
 from rvllm.program.ops import (
     ActMul,
     Add,
@@ -24,9 +24,12 @@ from rvllm.program.ops import (
     RopeKV,
     SelectRows,
     Tensor,
+    parts,
 )
+from rvllm.program.program import Program, joined_name
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+LINEAR_TOKENS = 64  # up to here weights are streamed past the tokens, beyond they meet in tiles
 WIDTH_A_BLOCK = 2048  # elements of a row that one block of the element-wise kernels does
 FUSIONS = frozenset({"linear_add", "linear_act_mul"})
 """The fused kernels there are."""
@@ -69,10 +72,232 @@ class Target:
     block_size: int
     workspace: int
     counters: int
+    multiprocessors: int
+    tier: str
+
+    @property
+    def tensor_cores(self) -> bool:
+        """Whether the products' builds for tensor cores (t80) are used."""
+        return self.tier >= "t80"
 
 
 def lower(op: Op, target: Target) -> list[Launch]:
     """The launches that compute `op` for the target's bucket."""
-    if isinstance(op, Fused):
-        return _FUSED[op.kernel](op, target)
-    return _plain(op, target)
+    if not isinstance(op, Fused):
+        return _plain(op, target)
+    first, last = op.parts
+    assert op.kernel in FUSIONS and isinstance(first, Linear), op
+    return [_linear(first, last, target)]
+
+
+def suffix(dtype: DType) -> str:
+    """How a kernel's name ends for activations of `dtype`."""
+    return "bf16" if dtype is BF16 else "f16"
+
+
+@singledispatch
+def _plain(op: object, target: Target) -> list[Launch]:
+    raise AssertionError(f"no lowering for {op}")
+
+
+@_plain.register
+def _(op: Embedding, target: Target) -> list[Launch]:
+    hidden = _width(op.out)
+    values = (target.address(op.ids.name), target.address(op.table.name), target.address(op.out.name), hidden)
+    return [_rowwise("embedding", op.out, target.bucket.tokens, hidden, values)]
+
+
+@_plain.register
+def _(op: SelectRows, target: Target) -> list[Launch]:
+    hidden = _width(op.out)
+    values = (target.address(op.x.name), target.address(op.rows.name), target.address(op.out.name), hidden)
+    return [_rowwise("select_rows", op.out, target.bucket.rows, hidden, values)]
+
+
+@_plain.register
+def _(op: ActMul, target: Target) -> list[Launch]:
+    width = _width(op.out)
+    values = (target.address(op.x.name), target.address(op.out.name), width, ACTIVATIONS[op.activation])
+    return [_rowwise("act_mul", op.out, target.bucket.tokens, width, values)]
+
+
+@_plain.register
+def _(op: RopeAngles, target: Target) -> list[Launch]:
+    variants, half = op.inv_freq.sizes({})
+    addresses = [target.address(t.name) for t in (op.positions, op.lengths, op.inv_freq, op.out)]
+    values = (*addresses, target.bucket.tokens, half, variants, op.threshold, op.scale)
+    return [Launch("rope_angles", "rope_angles_f32", (_covering(target.bucket.tokens * half, 256),), 256, 0, values)]
+
+
+@_plain.register
+def _(op: Norm, target: Target) -> list[Launch]:
+    hidden = _width(op.out)
+    rows = _rows(op.out, target.bucket)
+    values = (
+        target.address(op.x.name),
+        target.address(op.weight.name),
+        op.epsilon,
+        target.address(op.out.name),
+        hidden,
+    )
+    # The block's size is part of the result's bits, so it follows from hidden alone.
+    block = min(1024, 32 * _covering(hidden, 256))
+    return [Launch("norm", f"norm_{suffix(op.out.dtype)}", (rows,), block, 0, values)]
+
+
+@_plain.register
+def _(op: Add, target: Target) -> list[Launch]:
+    count = target.bucket.tokens * _width(op.out)
+    values = (target.address(op.x.name), target.address(op.y.name), target.address(op.out.name), count)
+    return [Launch("add", f"add_{suffix(op.out.dtype)}", (_covering(count, WIDTH_A_BLOCK),), 256, 0, values)]
+
+
+@_plain.register
+def _(op: RopeKV, target: Target) -> list[Launch]:
+    addresses = [target.address(t.name) for t in (op.qkv, op.angles, op.slots, op.cache, op.out)]
+    half = op.angles.sizes({"tokens": 1})[2]
+    shape = (op.heads, op.kv_heads, op.head_dim, half, target.blocks[_group(op.slots)], target.block_size)
+    entry = f"rope_kv_{suffix(op.out.dtype)}"
+    return [Launch("rope_kv", entry, (target.bucket.tokens,), 256, 0, (*addresses, *shape))]
+
+
+@_plain.register
+def _(op: Linear, target: Target) -> list[Launch]:
+    return [_linear(op, None, target)]
+
+
+def _linear(op: Linear, after: object, target: Target) -> Launch:
+    """A product with what follows it in the same kernel: nothing, ActMul, or Add (then the other addend is read)."""
+    rows, depth = sum(weight.sizes({})[0] for weight in op.weights), _width(op.x)
+    tokens = _rows(op.out, target.bucket)
+    bias = target.address(joined_name(op.biases)) if op.biases else 0
+    inputs = [target.address(op.x.name), target.address(joined_name(op.weights)), bias]
+    if isinstance(after, ActMul):
+        name, out, tiles = "act_mul", after.out, 16 * _covering(rows // 2, 8)
+        values: tuple[int | float, ...] = (tokens, rows // 2, depth, ACTIVATIONS[after.activation])
+    elif isinstance(after, Add):
+        name, out, tiles = "add", after.out, rows
+        inputs.append(target.address((after.y if after.x == op.out else after.x).name))
+        values = (tokens, rows, depth)
+    else:
+        name, out, tiles = ("f32" if op.out.dtype is F32 else ""), op.out, rows
+        values = (tokens, rows, depth)
+    stem = "_".join(filter(None, ("linear" if tokens <= LINEAR_TOKENS else "gemm", name)))
+    entry = f"{stem}_{suffix(op.x.dtype)}"
+    arguments = (*inputs, target.address(out.name), *values)
+    if tokens <= LINEAR_TOKENS:
+        return _streaming(stem, entry, tokens, tiles, depth, arguments, target)
+    return _tiled(stem, entry, tokens, rows, arguments, target)
+
+
+def _streaming(
+    stem: str, entry: str, tokens: int, rows: int, depth: int, arguments: tuple[int | float, ...], target: Target
+) -> Launch:
+    """linear.cu's launch: 16-row tiles of the weights, and parts of the depth where tiles are few."""
+    most = next(size for size in (8, 16, 32, 64) if size >= tokens)
+    split = _depth_parts(rows, depth)
+    tall = 2 if _covering(rows, 32) * split >= 2 * target.multiprocessors else 1
+    pieces = 2 * tall + most // 8
+    shared = 4096 * pieces * min(6, 24 // pieces) if target.tensor_cores else 64 * tall * most
+    grid = (_covering(rows, 16 * tall), split)
+    return Launch(stem, f"{entry}_m{most}", grid, 256, shared, (*arguments, target.workspace, target.counters))
+
+
+def _depth_parts(rows: int, depth: int) -> int:
+    """How many blocks share a tile's depth. Part of the result's bits: a function of the weight's shape alone."""
+    return max(1, min(8, _covering(256, _covering(rows, 16)), depth // 2048))
+
+
+def _tiled(stem: str, entry: str, tokens: int, rows: int, arguments: tuple[int | float, ...], target: Target) -> Launch:
+    """gemm.cu's launch; the tile's size changes no bits."""
+    tile = 128 if _covering(tokens, 128) * _covering(rows, 128) >= target.multiprocessors else 64
+    grid = (_covering(tokens, tile), _covering(rows, tile))
+    return Launch(stem, f"{entry}_tile{tile}", grid, 128, 49152 if target.tensor_cores else 0, arguments)
+
+
+@_plain.register
+def _(op: Attention, target: Target) -> list[Launch]:
+    """One launch for the sequences that bring one token, which come first, and one for those that bring more."""
+    bucket, group = target.bucket, _group(op.block_tables)
+    kv_heads, head_dim = op.cache.shape[2], op.cache.shape[4]
+    assert isinstance(kv_heads, int) and isinstance(head_dim, int), op
+    blocks = target.blocks[group]
+    shape = (op.heads, kv_heads, head_dim, blocks, target.block_size, target.max_blocks, op.scale, op.window or 0)
+    address = target.address
+    cached = (address(op.q.name), address(op.cache.name), address(op.block_tables.name))
+    lengths, out = address(op.kv_lengths.name), address(op.out.name)
+    launches = []
+    if bucket.decodes:
+        packs = kv_heads * _covering(op.heads // kv_heads, 8)
+        splits = min(32, _covering(8 * target.multiprocessors, packs * bucket.decodes))
+        entry = f"attention_decode_{_build_for(head_dim, (64, 128, 256))}_{suffix(op.out.dtype)}"
+        values = (*cached, lengths, out, target.workspace, target.counters, *shape)
+        launches.append(Launch("attention_decode", entry, (splits, packs, bucket.decodes), 128, 0, values))
+    if bucket.decodes < bucket.sequences:
+        launches.append(_attention_prefill(op, target, cached, lengths, out, shape))
+    return launches
+
+
+def _attention_prefill(
+    op: Attention,
+    target: Target,
+    cached: tuple[int, int, int],
+    lengths: int,
+    out: int,
+    shape: tuple[int | float, ...],
+) -> Launch:
+    bucket = target.bucket
+    sequences = bucket.sequences - bucket.decodes
+    values = (*cached, target.address(op.query_starts.name), lengths, out, *shape, bucket.decodes)
+    grid = (_covering(bucket.longest, 64), op.heads, sequences)
+    build = _build_for(_width(op.out) // op.heads, (64, 96, 128, 256))
+    shared = 384 * (int(build[1:]) + 8) if target.tensor_cores and build != "any" else 0
+    entry = f"attention_prefill_{build}_{suffix(op.out.dtype)}"
+    return Launch("attention_prefill", entry, grid, 128, shared, values)
+
+
+def _build_for(head_dim: int, sizes: tuple[int, ...]) -> str:
+    """Which build of an attention kernel takes heads of this size; "any" is slow and right."""
+    assert head_dim <= 256, f"head_dim {head_dim} is more than the attention kernels take"
+    return "any" if head_dim % 8 else next(f"d{size}" for size in sizes if head_dim <= size)
+
+
+def workspace(program: Program, sequences: int) -> tuple[int, int]:
+    """(bytes of float partials, bytes of counters) that the largest launch of any op needs."""
+    partial, counters = 4, 4
+    for op in program.ops:
+        for part in parts(op):
+            if isinstance(part, Linear):
+                rows, depth = sum(weight.sizes({})[0] for weight in part.weights), _width(part.x)
+                rows = 16 * _covering(rows, 8)  # act_mul pairs rows in tiles of eight
+                partial = max(partial, 64 * LINEAR_TOKENS * _depth_parts(rows, depth) * (_covering(rows, 16) + 1))
+                counters = max(counters, 4 * _covering(rows, 16))
+            elif isinstance(part, Attention):
+                kv_heads, head_dim = part.cache.sizes({f"blocks.{_group(part.block_tables)}": 1, "block": 1})[2::2]
+                partial = max(partial, 4 * sequences * part.heads * 32 * (head_dim + 2))
+                counters = max(counters, 4 * sequences * kv_heads * _covering(part.heads // kv_heads, 8))
+    return partial, counters
+
+
+def _rowwise(stem: str, out: Tensor, rows: int, width: int, values: tuple[int | float, ...]) -> Launch:
+    return Launch(stem, f"{stem}_{suffix(out.dtype)}", (rows, _covering(width, WIDTH_A_BLOCK)), 256, 0, values)
+
+
+def _covering(count: int, size: int) -> int:
+    """Pieces of `size` that cover `count`."""
+    return -(-count // size)
+
+
+def _width(tensor: Tensor) -> int:
+    width = tensor.shape[-1]
+    assert isinstance(width, int), tensor
+    return width
+
+
+def _rows(tensor: Tensor, bucket: Bucket) -> int:
+    return bucket.rows if tensor.shape[0] == "rows" else bucket.tokens
+
+
+def _group(slots: Tensor) -> int:
+    """The cache group of a step input named NAME.GROUP."""
+    return int(slots.name.rsplit(".", 1)[1])

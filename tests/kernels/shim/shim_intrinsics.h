@@ -252,8 +252,8 @@ DEVICE void mma_884(float (&d)[8], const uint32 (&a)[2], const uint32 (&b)[2], h
 }
 
 template <bool TRANSPOSED = false>
-void load_matrices(uint32 (&to)[4], const void* row) {
-  shim::load_matrices<4, TRANSPOSED>(to, row);
+void load_matrices(uint32 (&to)[4], const void* row, int beyond = 0) {
+  shim::load_matrices<4, TRANSPOSED>(to, static_cast<const unsigned char*>(row) + beyond);
 }
 template <bool TRANSPOSED = false>
 void load_matrices(uint32 (&to)[2], const void* row) {

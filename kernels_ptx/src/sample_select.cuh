@@ -1,0 +1,185 @@
+// Find where an order of ranks is cut, without sorting: a radix search over histograms of counts or masses, from the
+// highest eleven bits of the rank down. All sums are integers, so their order is free. One block works on one row.
+#pragma once
+
+#include "sample.cuh"
+
+enum : int { DIGIT_BITS = 11, LISTED = 2048 };
+
+DEVICE void clear(uint32* words, int count) {
+  NO_UNROLL
+  for (int i = thread_index(); i < count; i += thread_count()) words[i] = 0;
+}
+
+// Adds a mass, of 64 bits, by atomics of 32: each carry is seen by exactly one of them.
+DEVICE void add_mass(Histogram& to, int bin, uint32 low, uint32 high) {
+  const uint32 old = atomic_add(&to.low[bin], low);
+  high += old + low < old ? 1 : 0;
+  if (high) atomic_add(&to.high[bin], high);
+}
+
+// How ranks are weighed, each as 1 or by its mass, and how much is wanted of them: `count`, or top_p of all mass.
+struct Weights {
+  bool by_mass;
+  float best, temperature;
+  double top_p;
+  int count;
+  DEVICE void add(Histogram& to, int bin, uint64 rank) const {
+    atomic_add(&to.count[bin], 1u);
+    if (!by_mass) return;
+    const uint64 mass = mass_of(scaled(logit_of(rank), best, temperature));
+    if (mass) add_mass(to, bin, uint32(mass), uint32(mass >> 32));
+  }
+  DEVICE uint64 of(const Histogram& from, int bin) const {
+    return by_mass ? uint64(from.high[bin]) << 32 | from.low[bin] : uint64(from.count[bin]);
+  }
+  // From 1 on; rounded up.
+  DEVICE uint64 wanted(uint64 all) const {
+    if (!by_mass) return uint64(count);
+    const double part = top_p * double(all);
+    const uint64 whole = uint64(part);
+    return whole + (double(whole) < part ? 1 : 0);
+  }
+};
+
+DEVICE int first_bin(uint64 rank) { return BINS - 1 - int(rank >> (64 - DIGIT_BITS)); }
+
+struct Sum {
+  uint64 weight;
+  uint32 count;
+};
+
+// What one block shares.
+struct Search {
+  Histogram histogram;
+  uint64 list[LISTED];
+  Sum totals[MOST_WARPS];
+  Sum before;  // the bin that holds the cut
+  int bin;
+  uint32 count, listed;
+};
+
+// A row, and once it is short enough a list of its ranks from `listed_from` on, in any order.
+struct Ranks {
+  const float* row;
+  int limit;
+  bool wide;
+  uint64 listed_from;
+};
+
+// visit(rank) of every rank from `lowest` on.
+template <typename Visit>
+DEVICE void visit_ranks(const Search& search, const Ranks& ranks, uint64 lowest, Visit visit) {
+  if (ranks.listed_from <= lowest) {
+    NO_UNROLL
+    for (int i = thread_index(); i < int(search.listed); i += thread_count()) {
+      if (search.list[i] >= lowest) visit(search.list[i]);
+    }
+  } else {
+    visit_logits<2>(ranks.row, 0, ranks.limit, ranks.wide, [&](int id, float logit) {
+      const uint64 rank = rank_of(logit, id);
+      if (rank >= lowest) visit(rank);
+    });
+  }
+}
+
+// The ranks from `lowest` on become the list; there are at most LISTED.
+DEVICE void make_list(Search& search, Ranks& ranks, uint64 lowest) {
+  if (thread_index() == 0) search.listed = 0;
+  sync_block();
+  visit_ranks(search, ranks, lowest, [&](uint64 rank) { search.list[atomic_add(&search.listed, 1u)] = rank; });
+  ranks.listed_from = lowest;
+  sync_block();
+}
+
+// Turns a thread's sum into that of all threads before it; gives the sum of all. `search.totals` is free afterwards.
+DEVICE Sum sum_before(Search& search, Sum& mine) {
+  const Sum own = mine;
+  UNROLL
+  for (int apart = 1; apart < WARP; apart *= 2) {
+    const int from = lane_index() - apart;
+    const Sum other = {shuffle(mine.weight, from), shuffle(mine.count, from)};
+    if (from >= 0) mine = {mine.weight + other.weight, mine.count + other.count};
+  }
+  if (lane_index() == WARP - 1) search.totals[warp_index()] = mine;
+  mine = {mine.weight - own.weight, mine.count - own.count};
+  sync_block();
+  Sum all = {};
+  NO_UNROLL
+  for (int warp = 0; warp < warp_count(); ++warp) {
+    if (warp == warp_index()) mine = {mine.weight + all.weight, mine.count + all.count};
+    all = {all.weight + search.totals[warp].weight, all.count + search.totals[warp].count};
+  }
+  sync_block();
+  return all;
+}
+
+// The histogram of the ranks in [low, low + 2^width) from `lowest` on, by their digit above the lowest `next` bits.
+DEVICE void count_ranks(Search& search, const Ranks& ranks, const Weights& weights, uint64 lowest, uint64 low,
+                        int width, int next) {
+  clear(search.histogram.count, 3 * BINS);
+  sync_block();
+  visit_ranks(search, ranks, larger_rank(low, lowest), [&](uint64 rank) {
+    if (width == 64 || (rank - low) >> width == 0) {
+      weights.add(search.histogram, BINS - 1 - int((rank - low) >> next), rank);
+    }
+  });
+  sync_block();
+}
+
+DEVICE void copy_histogram(Search& search, const Histogram& from) {
+  NO_UNROLL
+  for (int i = thread_index(); i < 3 * BINS; i += thread_count()) search.histogram.count[i] = from.count[i];
+  sync_block();
+}
+
+// Finds the bin in which the running sum of weights reaches `wanted`, 0: what the weights want of all. False where the sum
+// never does. The number of threads is a power of two.
+DEVICE bool find_bin(Search& search, const Weights& weights, uint64& wanted) {
+  const int bins = BINS / thread_count(), first = bins * thread_index();
+  Sum before = {};
+  NO_UNROLL
+  for (int bin = first; bin < first + bins; ++bin) {
+    before = {before.weight + weights.of(search.histogram, bin), before.count + search.histogram.count[bin]};
+  }
+  const uint64 all = sum_before(search, before).weight;
+  if (wanted == 0) wanted = weights.wanted(all);
+  if (wanted > all) return false;
+  NO_UNROLL
+  for (int bin = first; bin < first + bins; ++bin) {
+    const uint64 weight = weights.of(search.histogram, bin);
+    if (before.weight < wanted && wanted <= before.weight + weight) {
+      search.before = before;
+      search.bin = bin;
+      search.count = search.histogram.count[bin];
+    }
+    before = {before.weight + weight, before.count + search.histogram.count[bin]};
+  }
+  sync_block();
+  return true;
+}
+
+// Of the ranks from `lowest` on, the shortest prefix of their order that weighs as much as is wanted: a rank that divides
+// it from the rest. `lowest` where all together do not. `counted`: their histogram by the first digit, or null.
+DEVICE uint64 cut_of(Search& search, Ranks& ranks, uint64 lowest, const Weights& weights, const Histogram* counted) {
+  uint64 low = 0, wanted = 0;
+  uint32 above = 0;  // ranks above the bin
+  NO_UNROLL
+  for (int width = 64; width > 0;) {
+    const int next = width > DIGIT_BITS ? width - DIGIT_BITS : 0;
+    if (width == 64 && counted != nullptr) {
+      copy_histogram(search, *counted);
+    } else {
+      count_ranks(search, ranks, weights, lowest, low, width, next);
+    }
+    if (!find_bin(search, weights, wanted)) return lowest;
+    low += uint64(BINS - 1 - search.bin) << next;
+    wanted -= search.before.weight;
+    above += search.before.count;
+    if (search.count == 1) break;
+    const uint64 from = larger_rank(low, lowest);
+    if (ranks.listed_from > from && above + search.count <= LISTED) make_list(search, ranks, from);
+    width = next;
+  }
+  return larger_rank(low, lowest);
+}

@@ -1,0 +1,193 @@
+"""Bring a program's weights to the device in its activation dtype. Knows files and formats; not what a weight is for.
+
+What is stored in the wanted dtype goes as it lies: the file's mapping is page-locked window by window and the device
+copies from it, with no copy by the CPU. Everything else (quantised blocks, other floats, GGUF's row order) goes through
+a staging buffer and an `expand` kernel; dummy weights are made by a kernel from their recipe.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rvllm.backend.cuda.kernels import Device
+from rvllm.backend.cuda.lower import Launch, suffix
+from rvllm.model.checkpoint import Checkpoint, FileCheckpoint
+from rvllm.model.dummy import DummyCheckpoint, recipe
+from rvllm.program.dtype import DType
+from rvllm.program.ops import Tensor
+from rvllm.program.program import Program, matrices
+
+Progress = Callable[[str, int, int], None]
+ALIGNMENT_BYTES = 256
+WINDOW_BYTES = 256 << 20  # page-locked at a time: the next window is locked while this one is copied
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A checkpoint tensor and where its elements go, in the activation dtype."""
+
+    tensor: Tensor
+    address: int
+
+
+def sizes(program: Program, dtype: DType) -> dict[str, int]:
+    """Bytes of every matrix on the device, by joined name."""
+    return {
+        name: sum(dtype.nbytes(math.prod(tensor.sizes({}))) for tensor in segments)
+        for name, segments in matrices(program).items()
+    }
+
+
+def place(nbytes: Mapping[str, int], start: int) -> dict[str, int]:
+    """An address for every matrix from `start` on, in order."""
+    addresses = {}
+    for name, size in nbytes.items():
+        addresses[name] = start
+        start += aligned(size)
+    return addresses
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def load_weights(
+    device: Device,
+    checkpoint: Checkpoint,
+    program: Program,
+    addresses: Mapping[str, int],
+    dtype: DType,
+    progress: Progress | None,
+) -> None:
+    """Fill every matrix of the program at its address."""
+    todo = []
+    for name, segments in matrices(program).items():
+        address = addresses[name]
+        for tensor in segments:
+            todo.append(Part(tensor, address))
+            address += dtype.nbytes(math.prod(tensor.sizes({})))
+    if isinstance(checkpoint, DummyCheckpoint):
+        _make_dummies(device, todo, dtype)
+        return
+    assert isinstance(checkpoint, FileCheckpoint), checkpoint
+    _Loader(device, checkpoint, dtype, progress).load(todo)
+
+
+def _make_dummies(device: Device, todo: list[Part], dtype: DType) -> None:
+    for part in todo:
+        shape = part.tensor.sizes({})
+        made, count = recipe(part.tensor.name, shape), math.prod(shape)
+        values = (part.address, count, 0, made.seed, made.centre, made.bits, made.unit)
+        blocks = min(65535, -(-count // 2048))
+        device.launch(Launch("dummy", f"dummy_{suffix(dtype)}", (blocks,), 256, 0, values))
+    device.synchronize()
+
+
+class _Loader:
+    """Sends a checkpoint's tensors in the order in which they lie in their files."""
+
+    def __init__(self, device: Device, checkpoint: FileCheckpoint, dtype: DType, progress: Progress | None) -> None:
+        self._device = device
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._progress = progress
+        self._staging = 0
+        self._staging_bytes = 0
+        self._done = 0
+        self._total = 0
+
+    def load(self, todo: list[Part]) -> None:
+        infos = self._checkpoint.tensors
+        self._total = sum(infos[part.tensor.name].nbytes for part in todo)
+        todo = sorted(todo, key=lambda part: (str(infos[part.tensor.name].file), infos[part.tensor.name].offset))
+        direct = [part for part in todo if self._as_it_lies(part)]
+        self._copy_direct(direct)
+        for part in todo:
+            if not self._as_it_lies(part):
+                self._expand(part)
+                self._report(infos[part.tensor.name].nbytes)
+        self._device.synchronize()
+        if self._staging:
+            self._device.free(self._staging)
+
+    def _as_it_lies(self, part: Part) -> bool:
+        info = self._checkpoint.tensors[part.tensor.name]
+        return info.dtype is self._dtype and not info.rotary_heads
+
+    def _report(self, nbytes: int) -> None:
+        self._done += nbytes
+        if self._progress:
+            self._progress("loading weights", self._done, self._total)
+
+    def _copy_direct(self, todo: list[Part]) -> None:
+        """Page-lock a window of the mapping, start its copies, and lock the next while they run."""
+        locked = []
+        for window in self._windows(todo):
+            views = [self._checkpoint.raw(part.tensor.name) for part in window]
+            pages = self._device.lock_pages(_pages_around(views))
+            for part, view in zip(window, views):
+                self._device.copy_in(part.address, view.ctypes.data, view.nbytes)
+            locked.append(pages)
+            if len(locked) > 1:
+                # The window before has to be through before its pages may be let go.
+                self._device.synchronize()
+                for done in locked[:-1]:
+                    self._device.unlock_pages(done)
+                del locked[:-1]
+            self._report(sum(view.nbytes for view in views))
+        self._device.synchronize()
+        for pages in locked:
+            self._device.unlock_pages(pages)
+
+    def _windows(self, todo: list[Part]) -> list[list[Part]]:
+        """Runs of tensors in one file, of about WINDOW_BYTES each."""
+        windows: list[list[Part]] = []
+        room = 0
+        file = None
+        for part in todo:
+            info = self._checkpoint.tensors[part.tensor.name]
+            if info.file != file or room < info.nbytes:
+                windows.append([])
+                file, room = info.file, WINDOW_BYTES
+            windows[-1].append(part)
+            room -= info.nbytes
+        return windows
+
+    def _expand(self, part: Part) -> None:
+        info = self._checkpoint.tensors[part.tensor.name]
+        raw = self._checkpoint.raw(part.tensor.name)
+        if raw.nbytes > self._staging_bytes:
+            if self._staging:
+                self._device.synchronize()
+                self._device.free(self._staging)
+            self._staging, self._staging_bytes = self._device.allocate(raw.nbytes), raw.nbytes
+        self._device.synchronize()  # the kernel that reads the staging buffer before must be done
+        self._device.write(self._staging, np.ascontiguousarray(raw))
+        rows, columns = _rows_and_columns(info.shape, bool(info.rotary_heads))
+        values = (self._staging, part.address, rows, columns, info.rotary_heads)
+        entry = f"expand_{info.dtype.name}_{suffix(self._dtype)}"
+        self._device.launch(Launch("expand", entry, expand_grid(rows, columns), 256, 0, values))
+
+
+def _rows_and_columns(shape: tuple[int, ...], reordered: bool) -> tuple[int, int]:
+    """A vector is one row, but where its elements are put in another order each is a row of its own."""
+    if len(shape) == 1:
+        return (shape[0], 1) if reordered else (1, shape[0])
+    return shape[0], math.prod(shape[1:])
+
+
+def expand_grid(rows: int, columns: int) -> tuple[int, ...]:
+    return (rows, -(-columns // 2048))
+
+
+def _pages_around(views: list[npt.NDArray[np.uint8]]) -> tuple[int, int]:
+    """(address, bytes) of whole pages that hold all views of one mapping."""
+    begin = min(view.ctypes.data for view in views) // mmap.PAGESIZE * mmap.PAGESIZE
+    end = max(view.ctypes.data + view.nbytes for view in views)
+    return begin, -(-(end - begin) // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,0 +1,95 @@
+"""A stand-in for a GPU: the host's memory, and the kernels' own sources run there as fibers. Same seam, no driver."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rvllm.backend.cuda.context import Graph
+from rvllm.backend.cuda.kernels import read_manifest
+from rvllm.backend.cuda.lower import Launch
+from tests.kernels import shim
+from tests.kernels.device import ShimMemory
+
+
+class HostDevice:
+    """rvllm.backend.cuda.kernels.Device on the host. `tier` picks the sources' builds, as RVLLM_TIER does on a GPU."""
+
+    multiprocessors = 4
+
+    def __init__(self, tier: str) -> None:
+        self.tier = tier
+        self.launched: list[str] = []
+        self.break_entry: str | None = None  # a kernel whose first output is to be wrong
+        self._memory = ShimMemory()
+
+    def allocate(self, nbytes: int) -> int:
+        address = self._memory.allocate(max(nbytes, 1))
+        self.fill(address, 0xFF, nbytes)  # NaN, and no valid index: what is not written shows
+        return address
+
+    def free(self, address: int) -> None:
+        self._memory.free(address)
+
+    def fill(self, address: int, byte: int, nbytes: int) -> None:
+        ctypes.memset(address, byte, nbytes)
+
+    def write(self, address: int, array: npt.NDArray[Any]) -> None:
+        ctypes.memmove(address, array.ctypes.data, array.nbytes)
+
+    def read(self, address: int, array: npt.NDArray[Any]) -> None:
+        ctypes.memmove(array.ctypes.data, address, array.nbytes)
+
+    def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        return np.zeros(nbytes, dtype=np.uint8)
+
+    def copy_in(self, address: int, source: int, nbytes: int) -> None:
+        ctypes.memmove(address, source, nbytes)
+
+    def copy_out(self, target: int, address: int, nbytes: int) -> None:
+        ctypes.memmove(target, address, nbytes)
+
+    def lock_pages(self, pages: tuple[int, int]) -> tuple[int, int] | None:
+        assert pages[0] % 4096 == 0 and pages[1] % 4096 == 0, pages
+        return pages
+
+    def unlock_pages(self, pages: tuple[int, int] | None) -> None:
+        """Nothing was locked."""
+
+    def launch(self, launch: Launch) -> None:
+        self.launched.append(launch.entry)
+        tiers = [tier for tier in shim.tiers_of(launch.stem) if tier <= self.tier]
+        shim.launch(
+            launch.stem,
+            launch.entry,
+            launch.grid,
+            launch.block,
+            launch.values,
+            launch.shared_bytes,
+            schedule="random",
+            seed=len(self.launched),
+            tier=tiers[-1],
+        )
+
+        if launch.entry == self.break_entry:
+            self._spoil(launch)
+
+    def _spoil(self, launch: Launch) -> None:
+        """Add 1 to the exponent's lowest bit of the first value that the kernel wrote."""
+        facts = next(build for build in read_manifest() if launch.entry in build.arguments)
+        address = int(launch.values[facts.arguments[launch.entry].index("out")])
+        value = ctypes.c_uint16.from_address(address)
+        value.value ^= 0x0080
+
+    def capture(self, launches: Sequence[Launch]) -> Graph | None:
+        return None
+
+    def replay(self, graph: Graph) -> None:
+        raise AssertionError("nothing was captured")
+
+    def synchronize(self) -> None:
+        """Launches have ended when they return."""

@@ -1,0 +1,108 @@
+"""A paged cache full of NaN but for what may be read, and attention over it in float64: what the attention tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rvllm.program.dtype import BF16, Float32
+from tests.kernels.elements import Bits, Element, poison
+
+Float64 = npt.NDArray[np.float64]
+Int32 = npt.NDArray[np.int32]
+
+NO_BLOCK = 1 << 29  # far outside any cache: who reads it as a block crashes
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Attention heads and the cache that they read."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block: int = 16
+
+    @property
+    def scale(self) -> float:
+        return float(np.float32(self.head_dim**-0.5))
+
+    def __str__(self) -> str:
+        return f"{self.heads}/{self.kv_heads}x{self.head_dim}b{self.block}"
+
+
+@dataclass(frozen=True, slots=True)
+class Paged:
+    """Sequences in a cache. keys, values: of each sequence (kv_heads, length, head_dim)."""
+
+    shape: Shape
+    lengths: Int32
+    cache: Bits
+    tables: Int32
+    keys: list[Float32]
+    values: list[Float32]
+
+    @property
+    def arguments(self) -> list[int]:
+        """heads, kv_heads, head_dim, blocks, block_size, max_blocks: how every attention kernel is told the shape."""
+        shape = self.shape
+        return [
+            shape.heads,
+            shape.kv_heads,
+            shape.head_dim,
+            self.cache.shape[1],
+            shape.block,
+            self.tables.shape[1],
+        ]
+
+    def attend(
+        self, sequence: int, q: Float32, positions: npt.NDArray[np.int64], window: int
+    ) -> tuple[Float64, Float64]:
+        """softmax(scale q k^T) v and, as a measure of rounding errors, the same with |v|. q: (queries, heads, head_dim)."""
+        group = self.shape.heads // self.shape.kv_heads
+        keys, values = (
+            np.repeat(part[sequence], group, axis=0).astype(np.float64) for part in (self.keys, self.values)
+        )
+        scores = np.einsum("qhd,hkd->hqk", q.astype(np.float64), keys) * self.shape.scale
+        age = positions[:, None] - np.arange(keys.shape[1])[None, :]
+        scores[:, (age < 0) | (age >= window if window else False)] = -np.inf
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        return np.einsum("hqk,hkd->qhd", weights, values), np.einsum("hqk,hkd->qhd", weights, np.abs(values))
+
+
+def paged(
+    rng: np.random.Generator,
+    element: Element,
+    shape: Shape,
+    lengths: Sequence[int],
+    first_read: Sequence[int] | None = None,
+) -> Paged:
+    """Sequences of those lengths in shuffled blocks. Positions before `first_read` are NaN, and their blocks are none."""
+    counts = [-(-length // shape.block) for length in lengths]
+    blocks = rng.permutation(sum(counts) + 2)
+    cache = poison(2, len(blocks), shape.kv_heads, shape.block, shape.head_dim)
+    tables = np.full((len(lengths), max(counts) + 1), NO_BLOCK, dtype=np.int32)
+    keys, values, used = [], [], 0
+    for sequence, length in enumerate(lengths):
+        bits = element.normal(rng, 2, shape.kv_heads, length, shape.head_dim)
+        first = first_read[sequence] if first_read else 0
+        tables[sequence, : counts[sequence]] = blocks[used : used + counts[sequence]]
+        used += counts[sequence]
+        places = np.arange(first, length)
+        cache[:, tables[sequence, places // shape.block], :, places % shape.block] = bits[:, :, first:].transpose(
+            2, 0, 1, 3
+        )
+        tables[sequence, : first // shape.block] = NO_BLOCK
+        keys.append(element.decode(bits[0]))
+        values.append(element.decode(bits[1]))
+    return Paged(shape, np.array(lengths, dtype=np.int32), cache, tables, keys, values)
+
+
+def bound(element: Element, truth: Float64, mass: Float64) -> Float64:
+    """How far a result may be off: its own rounding, that of every weight, and float sums. mass: as `attend` gives it."""
+    half_place = 2.0**-8 if element.dtype is BF16 else 2.0**-11
+    return half_place * np.abs(truth) + (half_place + 2.0**-15) * mass + 2.0**-25  # the last: subnormal halves

@@ -1,0 +1,154 @@
+"""attention_decode against attention in float64; its bits against itself, alone, in batches, on other grids, again.
+
+The bound is rigorous but for the sums: every weight is rounded to X once (or never), and so is the result.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.kernels.device import Device
+from tests.kernels.elements import Bits, Element, poison
+from tests.kernels.paged import NO_BLOCK, Paged, Shape, bound, paged
+
+STEM = "attention_decode"
+RNG = np.random.default_rng(11)
+
+SPLITS = 32
+WIDTHS = (64, 128, 256)
+SHAPES = [
+    Shape(4, 4, 64),
+    Shape(3, 1, 80, block=32),
+    Shape(8, 2, 96, block=64),
+    Shape(7, 1, 128),
+    Shape(8, 1, 256),
+    Shape(12, 1, 64),  # more queries than a block takes
+    Shape(16, 1, 128, block=32),
+    Shape(2, 2, 8),
+    Shape(4, 2, 16),
+    Shape(2, 1, 32, block=64),
+    Shape(3, 1, 20),  # rows that do not start on 16 bytes
+    Shape(9, 1, 10, block=32),
+    Shape(2, 1, 254),
+]
+
+
+def entry(element: Element, shape: Shape) -> str:
+    width = next(width for width in WIDTHS if shape.head_dim <= width)
+    return f"attention_decode_{'any' if shape.head_dim % 8 else f'd{width}'}_{element.name}"
+
+
+def scratch(shape: Shape, sequences: int) -> tuple[np.ndarray, np.ndarray]:
+    """The workspace, as somebody else left it, and the counters."""
+    workspace = np.full(sequences * shape.heads * SPLITS * (shape.head_dim + 2), np.nan, dtype=np.float32)
+    return workspace, np.zeros(sequences * items(shape), dtype=np.uint32)
+
+
+def items(shape: Shape) -> int:
+    return shape.kv_heads * -(-shape.heads // shape.kv_heads // 8)
+
+
+def run(
+    device: Device,
+    element: Element,
+    q: Bits,
+    held: Paged,
+    window: int = 0,
+    grid: int = 3,
+    tier: str | None = None,
+    lent: tuple[np.ndarray, np.ndarray] | None = None,
+) -> Bits:
+    shape, sequences = held.shape, len(held.lengths)
+    workspace, counters = lent or scratch(shape, sequences)
+    out = poison(sequences, shape.heads * shape.head_dim)
+    args = [q, held.cache, held.tables, held.lengths, out, workspace, counters]
+    args += [*held.arguments, shape.scale, window]
+    device.run(STEM, entry(element, shape), (grid, items(shape), sequences), 128, args, tier=tier)
+    assert not counters.any()
+    return out
+
+
+def queries(element: Element, shape: Shape, sequences: int) -> Bits:
+    return element.normal(RNG, sequences, shape.heads * shape.head_dim, spread=2.0)
+
+
+def check(element: Element, q: Bits, held: Paged, window: int, out: Bits) -> None:
+    shape = held.shape
+    for sequence, length in enumerate(held.lengths.tolist()):
+        row = element.decode(q[sequence]).reshape(1, shape.heads, shape.head_dim)
+        truth, mass = held.attend(sequence, row, np.array([length - 1]), window)
+        found = element.decode(out[sequence]).reshape(truth.shape)
+        assert np.all(np.abs(found - truth) <= bound(element, truth, mass)), f"sequence of {length}"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_query_attends_to_its_own_sequence(device: Device, element: Element, tier: str, shape: Shape) -> None:
+    held = paged(RNG, element, shape, [1, shape.block - 1, shape.block, shape.block + 1, 141])
+    q = queries(element, shape, 5)
+    check(element, q, held, 0, run(device, element, q, held, tier=tier))
+
+
+@pytest.mark.parametrize("window", [1, 5, 16, 130, 1000])
+def test_a_window_hides_all_but_the_last_positions(device: Device, element: Element, tier: str, window: int) -> None:
+    shape, lengths = Shape(3, 1, 16), [1, 15, 17, 128, 133, 270]
+    held = paged(RNG, element, shape, lengths, [max(0, length - window) for length in lengths])
+    q = queries(element, shape, len(lengths))
+    check(element, q, held, window, run(device, element, q, held, window, tier=tier))
+
+
+def test_a_long_sequence_has_larger_splits(device: Device, element: Element, tier: str) -> None:
+    shape, lengths = Shape(1, 1, 8), [31 * 128, 31 * 128 + 1]
+    held = paged(RNG, element, shape, lengths)
+    q = queries(element, shape, 2)
+    out = run(device, element, q, held, grid=32, tier=tier)
+    check(element, q, held, 0, out)
+    assert np.array_equal(run(device, element, q, held, grid=1, tier=tier), out)
+
+
+@pytest.mark.parametrize("shape", [Shape(7, 1, 128), Shape(12, 1, 64), Shape(3, 1, 20), Shape(2, 1, 256)], ids=str)
+def test_the_grid_changes_no_bits(device: Device, element: Element, tier: str, shape: Shape) -> None:
+    held = paged(RNG, element, shape, [400, 129])
+    q = queries(element, shape, 2)
+    first = run(device, element, q, held, grid=1, tier=tier)
+    for grid in (2, 5):
+        assert np.array_equal(run(device, element, q, held, grid=grid, tier=tier), first)
+
+
+def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch(device: Device, element: Element, tier: str) -> None:
+    shape, lengths = Shape(7, 1, 64), [300, 5, 0, 129]
+    held = paged(RNG, element, shape, lengths)
+    q = queries(element, shape, len(lengths))
+    together = run(device, element, q, held, tier=tier)
+    for row in (0, 1, 3):
+        one = Paged(shape, held.lengths[row : row + 1], held.cache, held.tables[row : row + 1], [], [])
+        assert np.array_equal(run(device, element, q[row : row + 1], one, tier=tier)[0], together[row])
+
+
+def test_the_same_workspace_and_counters_serve_again_and_again(device: Device, element: Element, tier: str) -> None:
+    shape = Shape(12, 1, 16)
+    lent = scratch(shape, 3)
+    for lengths in ([300, 1, 200], [1, 300, 129], [300, 1, 200]):
+        held = paged(RNG, element, shape, lengths)
+        q = queries(element, shape, 3)
+        check(element, q, held, 0, run(device, element, q, held, tier=tier, lent=lent))
+
+
+def test_an_empty_sequence_gives_zeros_and_reads_nothing(device: Device, element: Element, tier: str) -> None:
+    shape = Shape(12, 1, 64)
+    held = paged(RNG, element, shape, [0, 20, 0])
+    held.tables[[0, 2]] = NO_BLOCK
+    q = queries(element, shape, 3)
+    q[[0, 2]] = 0xFFFF
+    out = run(device, element, q, held, tier=tier)
+    assert np.all(out[[0, 2]] == 0)
+    assert np.all(out[1] != 0xFFFF)
+
+
+@pytest.mark.parametrize("spoilt", [0, 17, 139])
+def test_a_key_that_is_no_number_is_not_hidden(device: Device, element: Element, tier: str, spoilt: int) -> None:
+    shape = Shape(2, 1, 16)
+    held = paged(RNG, element, shape, [140])
+    held.cache[0, held.tables[0, spoilt // 16], :, spoilt % 16] = 0xFFFF
+    out = run(device, element, queries(element, shape, 1), held, tier=tier)
+    assert np.all(np.isnan(element.decode(out)))

@@ -1,0 +1,209 @@
+"""Whole models on the CUDA backend's own path (loader, lowering, step block, kernels, sampler), run on the host.
+
+The oracle is the CPU backend: in float32 it has transformers' numbers, and on the same program, with the same rounding
+points, it says how far roundings to X take a model from them. Sums in another order round the other way here and there,
+so kernels are held to that distance, not to the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rvllm.backend.cpu import CpuModel
+from rvllm.backend.cuda.check import Checker
+from rvllm.backend.cuda.lower import FUSIONS
+from rvllm.backend.cuda.model import CudaModel, StepLimits
+from rvllm.backend.cuda.step_block import fill, layout
+from rvllm.engine.block_pool import blocks_for
+from rvllm.engine.request import Request, Sequence
+from rvllm.engine.scheduler import Chunk
+from rvllm.engine.step import build_step
+from rvllm.model.files import ModelFiles
+from rvllm.model.source import Source, open_source, record, weights_for
+from rvllm.program.dtype import BF16, F16, F32, DType
+from rvllm.program.fuse import fuse
+from rvllm.program.program import Program, Step
+from rvllm.sampling.params import SamplingParams
+from rvllm.sampling.sampler import SamplingRow, sample_rows
+from tests.kernels.host_device import HostDevice
+
+REFERENCE = Path(__file__).parents[1] / "reference"
+CASES = (
+    "llama-linear-rope-bias",
+    "llama-gqa-tied-llama3-rope",
+    "llama-odd-sizes-sharded",
+    "mistral-sliding-window",
+    "qwen2-upper-layers-slide",
+)
+BLOCK, LONGEST, PLACES = 16, 64, 3
+
+
+def opened(case: str) -> Source:
+    return open_source(ModelFiles(case, REFERENCE / case), warn=print)
+
+
+def limits(sequences: int = 8) -> StepLimits:
+    return StepLimits(64, sequences, blocks_for(LONGEST, BLOCK))
+
+
+def blocks(program: Program) -> tuple[int, ...]:
+    return (PLACES * blocks_for(LONGEST, BLOCK),) * len(program.cache_groups)
+
+
+def cuda_model(source: Source, dtype: DType, tier: str) -> CudaModel:
+    program = fuse(record(source, dtype=dtype, kv_dtype=dtype, max_length=LONGEST), FUSIONS)
+    checkpoint = weights_for(source, program)
+    vocab = program.output.sizes({"rows": 1})[1]
+    device = HostDevice(tier)
+    return CudaModel(
+        program, checkpoint, device, limits=limits(), blocks=blocks(program), block_size=BLOCK, vocab_limit=vocab
+    )
+
+
+def cpu_model(source: Source, dtype: DType) -> CpuModel:
+    program = record(source, dtype=dtype, kv_dtype=dtype, max_length=LONGEST)
+    return CpuModel(program, weights_for(source, program), blocks=blocks(program), block_size=BLOCK)
+
+
+def sequence(program: Program, prompt: list[int], place: int) -> Sequence:
+    """Its blocks lie scattered in the pool, those of places 0, 1 and 2 apart from each other."""
+    numbers = [PLACES * i + place for i in range(blocks_for(LONGEST, BLOCK))][::-1]
+    request = Request(str(place), tuple(prompt), SamplingParams(), 0)
+    return Sequence(request, LONGEST, tuple(list(numbers) for _ in program.cache_groups), list(prompt))
+
+
+def step_of(rows: list[Sequence], tokens: list[int]) -> Step:
+    chunks = [Chunk(row, count) for row, count in zip(rows, tokens)]
+    step = build_step(chunks, BLOCK)
+    for chunk in chunks:
+        chunk.sequence.computed += chunk.tokens
+    return step
+
+
+def steps(program: Program) -> list[Step]:
+    """Prompts together, a mixed step that reads a third one in pieces while two decode, then decoding alone."""
+    rng = np.random.default_rng(5)
+    rows = [sequence(program, rng.integers(5, 250, size).tolist(), place) for place, size in enumerate((1, 20, 23))]
+    made = [step_of(rows[:2], [1, 20])]
+    for row in rows[:2]:
+        row.token_ids.append(7)
+    made.append(step_of(rows, [1, 1, 16]))
+    made.append(step_of(rows[2:], [7]))
+    for row in rows:
+        row.token_ids.append(9) if row.pending == 0 else None
+    made.append(step_of([row for row in rows if row.pending == 1], [1] * sum(row.pending == 1 for row in rows)))
+    return made
+
+
+@pytest.mark.parametrize("gpu_tier", ["t70", "t80"])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_every_op_equals_its_definition_but_for_roundings(case: str, dtype: DType, gpu_tier: str) -> None:
+    source = opened(case)
+    ours = cuda_model(source, dtype, gpu_tier)
+    checker = Checker(ours, weights_for(source, ours.program))
+    for step in steps(ours.program):
+        wrong = [difference for difference in checker.check(step) if difference.wrong]
+        assert not wrong, wrong
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_logits_are_as_far_from_float32_as_roundings_take_them(dtype: DType) -> None:
+    ours, oracle = 0.0, 0.0
+    for case in CASES:
+        source = opened(case)
+        model, rounded, exact = cuda_model(source, dtype, "t80"), cpu_model(source, dtype), cpu_model(source, F32)
+        for step in steps(model.program):
+            true = exact.forward(step)
+            ours += float(np.square(model.forward(step) - true).mean())
+            oracle += float(np.square(rounded.forward(step) - true).mean())
+    # The same number of roundings in other places; the mean of squares over some 40 rows varies by half.
+    assert ours < 2 * oracle
+
+
+@pytest.mark.parametrize("entry", ["rope_kv_bf16", "linear_act_mul_bf16_m8", "attention_decode_d64_bf16"])
+def test_a_kernel_that_is_wrong_is_found_and_named(entry: str) -> None:
+    source = opened("llama-gqa-tied-llama3-rope")
+    ours = cuda_model(source, BF16, "t80")
+    checker = Checker(ours, weights_for(source, ours.program))
+    step = step_of([sequence(ours.program, [5], 0)], [1])
+    assert not [d for d in checker.check(step) if d.wrong]
+    device = ours._device
+    assert isinstance(device, HostDevice)
+    device.break_entry = entry
+    wrong = [d for d in checker.check(step) if d.wrong]
+    assert wrong[0].kernel in entry and wrong[0].op.startswith("0."), wrong
+
+
+def test_a_decoding_row_has_the_same_bits_alone_and_in_a_padded_batch() -> None:
+    source = opened("llama-gqa-tied-llama3-rope")
+    ours = cuda_model(source, BF16, "t80")
+    prompts = [[5, 9, 30, 7], [8] * 20, [100, 3]]
+
+    def decode(*places: int) -> list[np.ndarray]:
+        rows = [sequence(ours.program, prompts[place], place) for place in places]
+        for row in rows:
+            ours.forward(step_of([row], [row.pending]))
+            row.token_ids.append(11)
+        return list(ours.forward(step_of(rows, [1] * len(rows))))
+
+    together = decode(0, 1, 2)
+    for place in range(3):
+        assert np.array_equal(decode(place)[0], together[place])
+
+
+def test_tokens_drawn_on_the_device_are_those_of_the_definition() -> None:
+    source = opened("qwen2-tied")
+    ours = cuda_model(source, BF16, "t80")
+    rows = [sequence(ours.program, [5 + i, 9, 30], i) for i in range(PLACES)]
+    chosen = [
+        SamplingParams(temperature=0, logprobs=3),
+        SamplingParams(temperature=0.9, top_k=20, top_p=0.9, seed=4, logit_bias={40: 5}, logprobs=0),
+        SamplingParams(temperature=1.3, min_p=0.01, repetition_penalty=1.3, allowed_token_ids=range(5, 90)),
+    ]
+    step = step_of(rows, [3, 3, 3])
+    asked = [
+        SamplingRow(params, 11 + i, 3, row.request.prompt_ids, row.output_counts)
+        for i, (params, row) in enumerate(zip(chosen, rows))
+    ]
+    drawn = ours.run(step, asked)
+    for row in rows:
+        row.computed = 0
+    expected = sample_rows(ours.forward(step), asked, ours.program.output.sizes({"rows": 1})[1])
+    assert [s.token_id for s in drawn] == [s.token_id for s in expected]
+    assert [[i for i, _ in s.top_logprobs] for s in drawn] == [[i for i, _ in s.top_logprobs] for s in expected]
+    for one, other in zip(drawn, expected):
+        assert (one.logprob is None) == (other.logprob is None)
+        assert one.logprob is None or one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def test_dummy_weights_are_the_same_on_both_backends() -> None:
+    config = json.loads((REFERENCE / "qwen2-tied" / "config.json").read_text())
+    assert config["tie_word_embeddings"]
+    source = open_source(ModelFiles("dummy", REFERENCE / "qwen2-tied"), load_format="dummy", warn=print)
+    source = replace(source, config=replace(source.config, dtype=BF16))
+    step = steps(cpu_model(source, BF16).program)[0]
+    ours = cuda_model(source, BF16, "t80")
+    assert not [d for d in Checker(ours, weights_for(source, ours.program)).check(step) if d.wrong]
+
+
+def test_a_step_smaller_than_its_bucket_is_padded_with_nothing_that_counts() -> None:
+    where = layout(tokens=4, rows=4, sequences=4, groups=1, max_blocks=2)
+    memory = np.full(where.nbytes, 0xEE, dtype=np.uint8)
+    source = opened("llama-mha")
+    program = record(source, dtype=BF16, kv_dtype=BF16, max_length=LONGEST)
+    row = sequence(program, [5], 0)
+    row.blocks = ([3, 1],)
+    fill(memory, where, step_of([row], [1]))
+
+    def read(name: str) -> list[int]:
+        field = where.fields[name]
+        return memory[field.offset :][: 4 * int(np.prod(field.shape))].view(np.int32).tolist()
+
+    assert read("ids") == [5, 0, 0, 0] and read("slots.0") == [3 * BLOCK, -1, -1, -1]
+    assert read("kv_lengths") == [1, 0, 0, 0] and read("block_tables.0") == [3, 1] + [0] * 6

@@ -1,0 +1,421 @@
+"""The sampling kernels against rvllm.sampling: the tokens that may be drawn, the one that is, its log-probability.
+
+What may be drawn is compared exactly, except for tokens whose mass lies within 2**-20 of top_p: there exp decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from rvllm.errors import EngineError
+from rvllm.program.dtype import Float32
+from rvllm.sampling.draw import keep
+from rvllm.sampling.params import SamplingParams
+from rvllm.sampling.sampler import Sampled, SamplingRow, process_logits, sample_rows
+from tests.kernels.device import Device
+
+STEM = "sample"
+RNG = np.random.default_rng(21)
+TOPS = 20
+SLICE = 4096
+FULL = (256, 1024)  # threads of a block: of sample_select, and of the others before sample_finish
+SMALL = (32, 32)  # the same bits, and fewer fibers
+LOGPROB_ERROR = 1e-5  # exp and ln of float are 2 ulp off, a sum of masses 2**-40 a token
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What the kernels made of a batch; `cuts` (rows, 2) u64: the best rank, and the lowest that may be drawn."""
+
+    tokens: npt.NDArray[np.int32]
+    next_ids: npt.NDArray[np.int32]
+    logprobs: Float32
+    top_ids: npt.NDArray[np.int32]
+    top_logprobs: Float32
+    cuts: npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrays:
+    """A batch as the kernels take it."""
+
+    parameters: npt.NDArray[np.uint8]
+    positions: npt.NDArray[np.uint32]
+    edits: tuple[npt.NDArray[Any], ...]  # starts, ids, counts, flags, bias
+    masks: npt.NDArray[np.uint32]
+
+
+def arrays_of(rows: Sequence[SamplingRow], vocab: int) -> Arrays:
+    params = [row.params for row in rows]
+    allowed = [one.allowed_token_ids for one in params]
+    mask_rows = np.full(len(rows), -1, np.int32)
+    masks = [np.zeros(-(-vocab // 32), np.uint32)]  # one that is nobody's, so that there is one
+    for row, ids in enumerate(allowed):
+        if ids is not None:
+            bits = np.zeros(len(masks[0]) * 32, np.uint8)
+            bits[list(ids)] = 1
+            mask_rows[row] = len(masks)
+            masks.append(np.packbits(bits, bitorder="little").view(np.uint32))
+    with np.errstate(divide="ignore"):
+        drops = [one.temperature * float(np.log(one.min_p)) if one.min_p else -np.inf for one in params]
+    fields = (
+        np.array([one.top_p for one in params], np.float64),
+        np.array(drops, np.float64),
+        np.array([row.seed for row in rows], np.int64),
+        np.array([one.temperature for one in params], np.float32),
+        np.array([one.repetition_penalty for one in params], np.float32),
+        np.array([one.presence_penalty for one in params], np.float32),
+        np.array([one.frequency_penalty for one in params], np.float32),
+        np.array([one.top_k for one in params], np.int32),
+        np.array([one.greedy for one in params], np.int32),
+        mask_rows,
+        np.array([-1 if one.logprobs is None else one.logprobs for one in params], np.int32),
+    )
+    block = np.concatenate([field.view(np.uint8) for field in fields])
+    positions = np.array([row.position for row in rows], np.uint32)
+    return Arrays(block, positions, edits_of(rows), np.stack(masks))
+
+
+def edits_of(rows: Sequence[SamplingRow]) -> tuple[npt.NDArray[Any], ...]:
+    starts, ids, counts, flags, biases = [0], [], [], [], []
+    for row in rows:
+        bias = row.params.logit_bias or {}
+        seen = {int(token) for token in row.prompt_ids} | {token for token, n in row.output_counts.items() if n}
+        named = np.array(sorted(seen | set(bias) | set(row.forbidden_ids)), np.int64)
+        for token in RNG.permutation(named).tolist():
+            ids.append(token)
+            counts.append(row.output_counts.get(token, 0))
+            flags.append((token in seen) + 2 * (token in row.forbidden_ids) + 4 * (token in bias))
+            biases.append(bias.get(token, 0.0))
+        starts.append(len(ids))
+    columns = ((starts, np.int32), (ids, np.int32), (counts, np.uint32), (flags, np.uint32), (biases, np.float32))
+    return tuple(np.array([*values, *[0] * (name == 1)], dtype) for name, (values, dtype) in enumerate(columns))
+
+
+def workspace(rows: int, vocab: int, limit: int) -> npt.NDArray[np.uint8]:
+    """What any earlier use may have left there."""
+    nbytes = rows * (49168 + 48 * -(-limit // SLICE) + 4 * vocab)
+    return RNG.integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def run(
+    device: Device,
+    logits: Float32,
+    rows: Sequence[SamplingRow],
+    limit: int,
+    threads: tuple[int, int] = FULL,
+    chain: str = "all",
+    work: npt.NDArray[np.uint8] | None = None,
+) -> Drawn:
+    count, vocab = logits.shape
+    given, slices = arrays_of(rows, vocab), -(-limit // SLICE)
+    work = workspace(count, vocab, limit) if work is None else work
+    tokens, next_ids = np.full((2, count), -77, np.int32)
+    logprobs = np.full(count, np.nan, np.float32)
+    top_ids, top_logprobs = np.full((count, TOPS), -77, np.int32), np.full((count, TOPS), np.nan, np.float32)
+    sizes = [count, vocab, limit]
+    before = logits.tobytes()
+    edited = [logits, given.parameters, *given.edits, given.masks, work, *sizes]
+    picked = [logits, given.parameters, given.edits[0], work, top_ids, top_logprobs, *sizes]
+    drawn = [logits, given.parameters, given.positions, given.edits[0], work, *sizes]
+    finished = [logits, given.parameters, work, tokens, next_ids, logprobs, *sizes]
+    device.run(STEM, "sample_prepare", (slices, count), threads[0], edited)
+    if chain == "all":
+        device.run(STEM, "sample_weigh", (slices, count, 2), threads[0], edited)
+        device.run(STEM, "sample_select", (count, 2), threads[1], picked)
+        device.run(STEM, "sample_draw", (slices, count), threads[0], drawn)
+    device.run(STEM, "sample_finish", (count,), 32, finished)
+    assert logits.tobytes() == before
+    cuts = work[: 16 * count].view(np.uint64).reshape(count, 2)
+    return Drawn(tokens, next_ids, logprobs, top_ids, top_logprobs, cuts)
+
+
+def kept_ids(logits: Float32, cut: int) -> npt.NDArray[np.int64]:
+    """The ids whose rank is at least `cut`."""
+    bits = np.where(logits == 0, np.float32(0), logits).view(np.uint32)
+    keys = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31)).astype(np.uint64)
+    ranks = keys << np.uint64(32) | np.uint64(0xFFFFFFFF) - np.arange(len(logits), dtype=np.uint64)
+    return np.flatnonzero(ranks >= np.uint64(cut))
+
+
+def sizes_near(logits: Float32, params: SamplingParams) -> list[int]:
+    """How many tokens may be drawn, for a top_p that is 2**-20 less and more."""
+    if params.top_p == 1:
+        return [len(keep(logits, params).ids)] * 2
+    near = [params.top_p - 2.0**-20, min(1.0, params.top_p + 2.0**-20)]
+    return [len(keep(logits, replace(params, top_p=top_p)).ids) for top_p in near]
+
+
+def check(
+    device: Device, logits: Float32, rows: Sequence[SamplingRow], limit: int, threads: tuple[int, int] = FULL
+) -> list[Sampled]:
+    """Everything that the kernels say of a batch, against the definition; gives the definition's words."""
+    got, expected = run(device, logits, rows, limit, threads), sample_rows(logits, rows, limit)
+    differ = 0
+    for index, (row, want) in enumerate(zip(rows, expected)):
+        if not row.params.greedy:
+            processed = process_logits(logits[index, :limit], row)
+            kept, allowed = kept_ids(processed, int(got.cuts[index, 1])), np.asarray(keep(processed, row.params).ids)
+            if not np.array_equal(kept, allowed):
+                fewest, most = sizes_near(processed, row.params)
+                assert fewest <= len(kept) <= most, (index, row.params, len(kept), len(allowed))
+                differ += 1
+                continue
+        assert got.tokens[index] == want.token_id, (index, row.params)
+        check_logprobs(got, index, row.params, want)
+    assert np.array_equal(got.tokens, got.next_ids)
+    assert differ <= 1 + len(rows) // 50
+    return expected
+
+
+def check_logprobs(got: Drawn, index: int, params: SamplingParams, want: Sampled) -> None:
+    count = params.logprobs or 0
+    listed = len(want.top_logprobs)
+    if params.logprobs is None:
+        assert np.isnan(got.logprobs[index])
+    else:
+        assert got.logprobs[index] == pytest.approx(want.logprob, abs=LOGPROB_ERROR)
+    assert got.top_ids[index, :listed].tolist() == [token for token, _ in want.top_logprobs]
+    assert got.top_logprobs[index, :listed].tolist() == pytest.approx(
+        [logprob for _, logprob in want.top_logprobs], abs=LOGPROB_ERROR
+    )
+    assert np.all(got.top_ids[index, listed:count] == -1)
+    assert np.all(got.top_logprobs[index, listed:count] == -np.inf)
+    assert np.all(got.top_ids[index, count:] == -77)
+    assert np.all(np.isnan(got.top_logprobs[index, count:]))
+
+
+def some(*choices: Any) -> Any:
+    return choices[RNG.integers(len(choices))]
+
+
+def random_row(limit: int) -> SamplingRow:
+    """Any of the rules, each off half of the time."""
+    ids = RNG.permutation(limit)
+    bias = {int(token): float(RNG.uniform(-5, 5)) for token in ids[: RNG.integers(1, 6)]}
+    allowed = tuple(RNG.permutation(limit)[: RNG.integers(1, limit + 1)].tolist())
+    params = SamplingParams(
+        temperature=some(1.0, 0.0, 0.7, 1e-5, 0.1, 3.0, 50.0),
+        top_p=some(1.0, 0.95, 0.5, 0.1, 0.999),
+        top_k=some(0, 0, 1, 2, 5, 40, limit, limit - 1, limit + 1),
+        min_p=some(0.0, 0.0, 0.05, 0.5, 1.0, 1e-6),
+        repetition_penalty=some(1.0, 1.0, 1.3, 0.8),
+        presence_penalty=some(0.0, 0.5, -1.5),
+        frequency_penalty=some(0.0, 0.3, -0.7),
+        logprobs=some(None, None, 0, 1, 5, 20),
+        logit_bias=some(None, bias),
+        allowed_token_ids=some(None, None, allowed),
+    )
+    return SamplingRow(
+        params,
+        seed=int(RNG.integers(-(2**63), 2**63)),
+        position=int(RNG.integers(0, 2**32)),
+        prompt_ids=RNG.integers(0, limit + 3, 12).tolist(),
+        output_counts={int(token): int(RNG.integers(1, 9)) for token in RNG.integers(0, limit, 6)},
+        forbidden_ids=some((), (int(ids[0]),), tuple(RNG.integers(0, limit, 3).tolist())),
+    )
+
+
+def random_logits(rows: int, vocab: int) -> Float32:
+    """Rows of every kind: wide and narrow, with ties, with -inf, with extreme values."""
+    logits = (RNG.standard_normal((rows, vocab)) * RNG.choice([0.1, 1, 3, 10], (rows, 1))).astype(np.float32)
+    kinds = RNG.integers(0, 6, rows)
+    logits[kinds == 1] = np.round(logits[kinds == 1] * 2) / 2
+    logits[kinds == 2] = np.where(RNG.random((int((kinds == 2).sum()), vocab)) < 0.4, -np.inf, logits[kinds == 2])
+    logits[kinds == 3] = np.clip(logits[kinds == 3], -30, 30) * np.float32(1e37)
+    logits[kinds == 4] = np.float32(0.0) * np.sign(logits[kinds == 4])  # both zeros
+    return logits
+
+
+def possible(logits: Float32, row: SamplingRow) -> bool:
+    """Whether the definition draws at all: it refuses a row that has nothing above -inf."""
+    try:
+        process_logits(logits, row)
+    except EngineError:
+        return False
+    return bool(logits.max() > -np.inf)
+
+
+@pytest.mark.parametrize("vocab", [1, 3, 30, 61, 128, 250, 1000])
+@pytest.mark.parametrize("limited", [False, True])
+def test_hundreds_of_rows_under_all_rules_together(device: Device, vocab: int, limited: bool) -> None:
+    limit = max(1, vocab - 2) if limited else vocab
+    count = 60 if vocab == 1000 else 200
+    logits = random_logits(count, vocab)
+    rows = [random_row(limit) for _ in range(count)]
+    fine = [index for index in range(count) if possible(logits[index, :limit], rows[index])]
+    logits[:, limit:] = RNG.choice([np.nan, np.inf, 99], vocab - limit)
+    check(device, logits[fine], [rows[index] for index in fine], limit, SMALL)
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "temperature": {"temperature": 0.3},
+    "top_k": {"top_k": 7},
+    "top_p": {"top_p": 0.8},
+    "min_p": {"min_p": 0.1},
+    "repetition": {"repetition_penalty": 1.7},
+    "presence": {"presence_penalty": 1.9},
+    "frequency": {"frequency_penalty": 0.9},
+    "bias": {"logit_bias": {3: 4.5, 11: -100.0}},
+    "allowed": {"allowed_token_ids": (2, 31, 32, 63, 64, 99)},
+    "greedy": {"temperature": 0.0},
+    "greedy repetition": {"temperature": 0.0, "repetition_penalty": 1.7},
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_each_rule_alone(device: Device, rule: str) -> None:
+    logits = (RNG.standard_normal((40, 100)) * 2).astype(np.float32)
+    params = SamplingParams(**RULES[rule], logprobs=3)
+    rows = [SamplingRow(params, index - 20, index, range(30), {5: 2, 40: 1, 99: 7}) for index in range(40)]
+    check(device, logits, rows, 100, SMALL)
+
+
+def test_forbidden_ids_are_not_drawn(device: Device) -> None:
+    logits = RNG.standard_normal((30, 50)).astype(np.float32)
+    logits[:, 7] = 30
+    rows = [
+        SamplingRow(SamplingParams(temperature=some(0.0, 1.0), top_k=some(0, 4)), 1, index, forbidden_ids=(7, 8, 300))
+        for index in range(30)
+    ]
+    assert all(sampled.token_id != 7 for sampled in check(device, logits, rows, 50, SMALL))
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.6])
+def test_forbidden_ids_may_be_drawn_where_nothing_else_remains(device: Device, top_p: float) -> None:
+    vocab, allowed = SLICE + 60, (5, 9, SLICE + 12)
+    logits = RNG.standard_normal((6, vocab)).astype(np.float32)
+    rows = [
+        SamplingRow(
+            SamplingParams(
+                temperature=temperature, top_p=top_p, allowed_token_ids=allowed, logit_bias={9: 1.5}, presence_penalty=1
+            ),
+            seed,
+            3,
+            output_counts={5: 1},
+            forbidden_ids=allowed,
+        )
+        for temperature in (0.0, 1.0)
+        for seed in range(3)
+    ]
+    assert all(sampled.token_id in allowed for sampled in check(device, logits, rows, vocab, (64, 64)))
+
+
+BIG_RULES = [
+    {"top_p": 0.9},
+    {"top_k": 50},
+    {"top_k": 50, "top_p": 0.8, "min_p": 0.02, "temperature": 0.7, "logprobs": 20},
+    {"top_k": 5000, "top_p": 0.7},  # what is left is too much for a list
+    {"temperature": 0.0, "logprobs": 5},
+    {"repetition_penalty": 1.2, "frequency_penalty": 0.1, "temperature": 2.0, "top_p": 0.97},
+]
+
+
+@pytest.mark.parametrize("vocab", [32000, 32003])
+@pytest.mark.parametrize("spread", [3.0, 0.01])
+def test_a_large_vocabulary(device: Device, vocab: int, spread: float) -> None:
+    logits = (RNG.standard_normal((len(BIG_RULES), vocab)) * spread).astype(np.float32)
+    rows = [
+        SamplingRow(
+            SamplingParams(**rule), 5, 2, RNG.integers(0, vocab, 300).tolist(), {int(RNG.integers(vocab)): 3}, (17,)
+        )
+        for rule in BIG_RULES
+    ]
+    check(device, logits, rows, vocab - 1)
+
+
+EQUAL_RULES = [{"top_k": 1700}, {"top_p": 0.30003}, {"top_k": 2600, "top_p": 0.50003}, {"logprobs": 20}, {}]
+
+
+@pytest.mark.parametrize("rule", EQUAL_RULES)
+def test_equal_logits_are_ordered_by_id(device: Device, rule: dict[str, Any]) -> None:
+    logits = np.full((2, 9000), 2.5, np.float32)
+    logits[1, ::3] = 2.75
+    check(device, logits, [SamplingRow(SamplingParams(**rule), 9, 4)] * 2, 9000, (256, 256))
+
+
+def test_a_top_p_just_below_one_keeps_every_token_that_has_a_mass(device: Device) -> None:
+    logits = np.array([[-20, 0, -27, -28, -1, -40]], np.float32)  # 2**40 exp(-27) is 2.07, of -28 it is 0.76
+    params = SamplingParams(top_p=1 - 2.0**-53)
+    got = run(device, logits, [SamplingRow(params, 3, 1)], 6, SMALL)
+    assert kept_ids(logits[0], int(got.cuts[0, 1])).tolist() == [0, 1, 2, 4]
+    assert kept_ids(logits[0], int(got.cuts[0, 1])).tolist() == list(keep(logits[0], params).ids)
+
+
+def test_infinite_logits_share_the_chance(device: Device) -> None:
+    logits = RNG.standard_normal((8, 40)).astype(np.float32)
+    logits[:, [4, 20, 33]] = np.inf
+    params = [SamplingParams(logprobs=5), SamplingParams(top_p=0.5), SamplingParams(min_p=0.3), SamplingParams(top_k=2)]
+    rows = [SamplingRow(params[index % 4], index, index) for index in range(8)]
+    assert {sampled.token_id for sampled in check(device, logits, rows, 40, SMALL)} <= {4, 20, 33}
+
+
+@pytest.mark.parametrize("vocab", [40, 41, 2 * SLICE + 5])
+def test_greedy_rows_need_no_more_than_two_kernels(device: Device, vocab: int) -> None:
+    logits = np.round(RNG.standard_normal((5, vocab)) * 2).astype(np.float32)  # ties
+    rows = [
+        SamplingRow(
+            SamplingParams(temperature=0.0, logprobs=some(None, 0), presence_penalty=float(index % 2)), 0, 0, (), {3: 1}
+        )
+        for index in range(5)
+    ]
+    got, expected = run(device, logits, rows, vocab, chain="greedy"), sample_rows(logits, rows, vocab)
+    assert got.tokens.tolist() == [sampled.token_id for sampled in expected]
+    for index, (row, want) in enumerate(zip(rows, expected)):
+        check_logprobs(got, index, row.params, want)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"top_p": 0.9, "logprobs": 3}, {"allowed_token_ids": (1, 2)}])
+def test_nan_and_nothing_are_told(device: Device, params: dict[str, Any]) -> None:
+    vocab = SLICE + 70
+    logits = RNG.standard_normal((5, vocab)).astype(np.float32)
+    logits[0, SLICE + 5] = np.nan
+    logits[1] = -np.inf
+    logits[2, 1:3] = -np.inf  # nothing, if only those are allowed
+    logits[3, vocab - 1] = np.nan  # no id
+    got = run(device, logits, [SamplingRow(SamplingParams(**params), 1, 1)] * 5, vocab - 1, (64, 64))
+    assert got.tokens[:2].tolist() == [-1, -2]
+    assert got.tokens[2] == -2 if "allowed_token_ids" in params else got.tokens[2] >= 0
+    assert np.all(got.tokens[3:] >= 0)
+    assert np.array_equal(got.next_ids, np.maximum(got.tokens, 0))
+
+
+def test_a_token_depends_on_seed_and_position_alone(device: Device) -> None:
+    logits = np.repeat(RNG.standard_normal((1, 300)).astype(np.float32), 40, axis=0)
+    seeds = [0, 1, -1, 2**63 - 1, -(2**63), 2**32, 12345, 2**40]
+    positions = [0, 1, 2**31, 2**32 - 1, 77]
+    rows = [SamplingRow(SamplingParams(temperature=1.5), seed, position) for seed in seeds for position in positions]
+    tokens = [sampled.token_id for sampled in check(device, logits, rows, 300, SMALL)]
+    assert len(set(tokens)) > 20
+
+
+def test_the_number_of_threads_and_of_rows_changes_no_bit(device: Device) -> None:
+    vocab, limit = SLICE + 400, SLICE + 399
+    logits = random_logits(4, vocab)
+    rows = [SamplingRow(SamplingParams(top_p=0.9, top_k=300, logprobs=20), index, 0, (), {1: 1}) for index in range(4)]
+    together = run(device, logits, rows, limit)
+    fewer = run(device, logits, rows, limit, (128, 64))
+    alone = run(device, logits[2:3], rows[2:3], limit)
+    for name in Drawn.__slots__:
+        whole = getattr(together, name)
+        assert whole.tobytes() == getattr(fewer, name).tobytes()
+        assert whole[2:3].tobytes() == getattr(alone, name).tobytes()
+
+
+def test_a_workspace_serves_again_and_again(device: Device) -> None:
+    work = workspace(6, 200, 200)
+    for _ in range(3):
+        logits = random_logits(6, 200)
+        logits[np.isneginf(logits)] = -9
+        rows = [random_row(200) for _ in range(6)]
+        got = run(device, logits, rows, 200, SMALL, work=work)
+        again = run(device, logits, rows, 200, SMALL)
+        assert got.tokens.tolist() == again.tokens.tolist()
+        assert got.top_ids.tolist() == again.top_ids.tolist()
