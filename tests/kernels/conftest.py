@@ -14,8 +14,8 @@ def device(request: pytest.FixtureRequest) -> Device:
     if request.param == "shim":
         return Device(ShimMemory())
     # The GPU's side of the seam: a `Memory` over rvllm.backend.cuda. It skips where no device opens.
-    cuda = pytest.importorskip("tests.kernels.cuda", reason="nothing here launches on a GPU")
-    return Device(cuda.open_memory())
+    gpu_memory = pytest.importorskip("tests.kernels.gpu_memory", reason="nothing here launches on a GPU")
+    return Device(gpu_memory.open_memory())
 
 
 @pytest.fixture(params=ELEMENTS, ids=lambda element: element.name)

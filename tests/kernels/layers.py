@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from rvllm.backend import definitions as define
-from rvllm.program.dtype import F32, Float32
+from rvllm.program.dtype import F32
+from tests.kernels.device import Array
 from tests.kernels.elements import Bits, Element, poison, ulps
 
 KINDS = ("", "_add", "_act_mul", "_f32")  # what follows linear or gemm in a kernel's name
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
-Output = Bits | Float32
+Output = Array  # bits, or float32 of the _f32 kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +111,9 @@ def untouched(out: Output) -> bool:
 
 def eighths(layer: Layer) -> Layer:
     """An integer layer with weights and bias an eighth: sums are small, so that no activation is flat, and still exact."""
-    element = layer.element
-    bias = None if layer.bias is None else element.encode(element.decode(layer.bias) / 8)
-    return Layer(element, layer.x, element.encode(element.decode(layer.weight) / 8), bias, layer.residual)
+    element, eighth = layer.element, np.float32(0.125)
+    bias = None if layer.bias is None else element.encode(element.decode(layer.bias) * eighth)
+    return Layer(element, layer.x, element.encode(element.decode(layer.weight) * eighth), bias, layer.residual)
 
 
 def half_place(element: Element, values: np.ndarray) -> np.ndarray:

@@ -23,7 +23,6 @@ Bytes = npt.NDArray[np.uint8]
 Dimensions = tuple[int, ...]
 
 _PACKING = {"u64": "Q", "s64": "q", "u32": "I", "s32": "i", "f32": "f", "f64": "d"}
-_WIDE_SHARED_BYTES = 48 << 10  # beyond it a kernel has to be told
 _LOG_BYTES = 8192
 _LOAD_HINTS = {
     "CUDA_ERROR_UNSUPPORTED_PTX_VERSION": "the kernels need a driver of R525 (CUDA 12.0) or newer: update the driver",
@@ -158,13 +157,15 @@ class Context:
         message = f"the driver refuses a kernel: {name} ({int(status)})" + (f": {words}" if words else "")
         return DeviceError(message, hint=_LOAD_HINTS.get(name))
 
-    def kernel(self, module: Any, entry: str, types: tuple[str, ...], shared_bytes: int) -> Kernel:
-        """A module's function, allowed the dynamic shared memory it may be launched with."""
+    def kernel(self, module: Any, entry: str, types: tuple[str, ...]) -> Kernel:
+        """A module's function, allowed all the shared memory that a block may have."""
         cuda = self._cuda
         handle = check(f"cuModuleGetFunction({entry})", cuda.cuModuleGetFunction(module, entry.encode()))
-        if shared_bytes > _WIDE_SHARED_BYTES:
-            which = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            check(f"cuFuncSetAttribute({entry})", cuda.cuFuncSetAttribute(handle, which, shared_bytes))
+        attribute = cuda.CUfunction_attribute
+        which = attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+        fixed = check(f"cuFuncGetAttribute({entry})", cuda.cuFuncGetAttribute(which, handle))
+        which = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        check(f"cuFuncSetAttribute({entry})", cuda.cuFuncSetAttribute(handle, which, self.shared_bytes - fixed))
         return Kernel(entry, types, handle)
 
     def launch_kernel(

@@ -112,7 +112,7 @@ class Gpu(Context):
         build, module = self._modules[stem]
         if entry not in build.types:
             raise DeviceError(f"{build.path} has no kernel {entry}", hint="rebuild it: python -m kernels_ptx.build")
-        return self.kernel(module, entry, build.types[entry], self.shared_bytes)
+        return self.kernel(module, entry, build.types[entry])
 
     def _load_module(self, stem: str) -> tuple[Build, Any]:
         builds = candidates(self._builds, stem, self.tier)

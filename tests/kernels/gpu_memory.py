@@ -66,8 +66,7 @@ class CudaMemory:
             types = tuple(argument.split()[0] for argument in facts["arguments"].split(", ") if argument)
             if path not in self._modules:
                 self._modules[path] = self._context.load_image((root / path).read_bytes() + b"\0")
-            module, shared = self._modules[path], self._context.shared_bytes
-            self._kernels[path, entry] = self._context.kernel(module, entry, types, shared)
+            self._kernels[path, entry] = self._context.kernel(self._modules[path], entry, types)
         return self._kernels[path, entry]
 
 
