@@ -32,7 +32,7 @@ DEVICE void attend_rows(const X* q, X* out, int64 stride, int rows, int position
   NO_UNROLL
   for (int from = begin; from < end; from += FMA_ROWS) {
     const int count = smaller_int(FMA_ROWS, end - from);
-    sync_warp();
+    sync_warp();  // every lane is done with the queries before
     put_queries<WIDTH>(q + from * stride, stride, count, pages.head_dim, queries, lane_index(), WARP);
     sync_warp();
     State state(queries, count);

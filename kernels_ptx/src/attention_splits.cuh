@@ -81,10 +81,9 @@ DEVICE void keep(const Workspace& workspace, int row, int split, int dimension, 
 }
 
 // True in every thread of the block that arrives last; what all others wrote before is then seen. `done` of the
-// `count` splits are this block's.
+// `count` splits are this block's, whose threads have met since they last wrote: the fence is for all of them.
 DEVICE bool arrives_last(uint32* counter, int done, int count) {
   SHARED_ARRAY(int, last, 1);
-  sync_block();  // the block's writes are before its first thread's fence
   if (thread_index() == 0) {
     fence();
     last[0] = int(atomic_add(counter, uint32(done))) + done == count;

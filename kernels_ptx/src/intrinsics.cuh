@@ -36,8 +36,8 @@ enum : uint32 { ALL_LANES = 0xffffffffu };
 #define DEVICE __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
 #define NO_UNROLL _Pragma("unroll 1")  // loops that mostly run once: left alone, they become four times the PTX
-// Shared memory of a fixed size, and what the launch asks for beyond it.
-#define SHARED_ARRAY(type, name, count) __shared__ type name[count]
+// Shared memory of a fixed size, aligned for vectors, and what the launch asks for beyond it.
+#define SHARED_ARRAY(type, name, count) __shared__ __align__(16) type name[count]
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
 
 DEVICE int thread_index() { return threadIdx.x; }

@@ -92,7 +92,8 @@ DEVICE void make_list(Search& search, Ranks& ranks, uint64 lowest) {
   sync_block();
 }
 
-// Turns a thread's sum into that of all threads before it; gives the sum of all. `search.totals` is free afterwards.
+// Turns a thread's sum into that of all threads before it; gives the sum of all. Between two
+// calls there must be a sync_block().
 DEVICE Sum sum_before(Search& search, Sum& mine) {
   const Sum own = mine;
   UNROLL
@@ -110,7 +111,6 @@ DEVICE Sum sum_before(Search& search, Sum& mine) {
     if (warp == warp_index()) mine = {mine.weight + all.weight, mine.count + all.count};
     all = {all.weight + search.totals[warp].weight, all.count + search.totals[warp].count};
   }
-  sync_block();
   return all;
 }
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from rvllm.engine.block_pool import BlockPool, blocks_for
 from rvllm.engine.request import Request, Sequence, TokenEvent
 from rvllm.engine.scheduler import schedule
@@ -106,13 +108,13 @@ class Engine:
             if any(pool.free < needed for pool in self._pools):
                 return
             self._waiting.popleft()
-            blocks = tuple(pool.take(needed) for pool in self._pools)
+            blocks = tuple(np.array(pool.take(needed), dtype=np.int32) for pool in self._pools)
             self._running.append(Sequence(request, limit, blocks, list(request.prompt_ids)))
 
     def _retire(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
         for pool, blocks in zip(self._pools, sequence.blocks):
-            pool.give_back(blocks)
+            pool.give_back(blocks.tolist())
 
     def _stop_ids(self, request: Request) -> frozenset[int]:
         own = frozenset(request.params.stop_token_ids)

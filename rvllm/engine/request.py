@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from rvllm.program.program import Int32
 from rvllm.sampling.params import SamplingParams
 
 
@@ -37,12 +38,12 @@ class TokenEvent:
 class Sequence:
     """A request in the engine. `token_ids` grows; the first `computed` of them are in the cache.
 
-    `limit` is the length at which it ends; `blocks` holds each cache group's block numbers, enough for the limit.
+    `limit` is the length at which it ends; `blocks` holds each cache group's block numbers (i32), enough for the limit.
     """
 
     request: Request
     limit: int
-    blocks: tuple[list[int], ...]
+    blocks: tuple[Int32, ...]
     token_ids: list[int]
     computed: int = 0
     output_counts: Counter[int] = field(default_factory=Counter)  # of the drawn tokens, for penalties

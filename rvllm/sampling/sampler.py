@@ -87,10 +87,10 @@ def _check_logits(best: Float32) -> None:
 
 def _choose(logits: Float32, rows: Sequence[SamplingRow]) -> Int64:
     tokens = np.empty(len(rows), np.int64)
-    plain = [index for index, row in enumerate(rows) if row.params.greedy and not _changes_logits(row)]
+    plain = [index for index, row in enumerate(rows) if row.params.greedy and not changes_logits(row)]
     tokens[plain] = (logits if len(plain) == len(rows) else logits[plain]).argmax(axis=1)
     for index, row in enumerate(rows):
-        if row.params.greedy and _changes_logits(row):
+        if row.params.greedy and changes_logits(row):
             tokens[index] = process_logits(logits[index], row).argmax()
     chance = [index for index, row in enumerate(rows) if not row.params.greedy]
     kept = (keep(process_logits(logits[index], rows[index]), rows[index].params) for index in chance)
@@ -99,7 +99,8 @@ def _choose(logits: Float32, rows: Sequence[SamplingRow]) -> Int64:
     return tokens
 
 
-def _changes_logits(row: SamplingRow) -> bool:
+def changes_logits(row: SamplingRow) -> bool:
+    """Whether steps 1 and 2 do anything to the row."""
     params = row.params
     penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
     return penalised or bool(params.logit_bias or params.allowed_token_ids or row.forbidden_ids)
@@ -108,7 +109,7 @@ def _changes_logits(row: SamplingRow) -> bool:
 @np.errstate(over="ignore")
 def process_logits(logits: Float32, row: SamplingRow) -> Float32:
     """Steps 1 and 2 for one row, (vocab,) float32; the given array itself where nothing changes it."""
-    if not _changes_logits(row):
+    if not changes_logits(row):
         return logits
     out = logits.copy()
     if row.params.logit_bias:

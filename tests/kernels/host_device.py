@@ -79,11 +79,10 @@ class HostDevice:
             self._spoil(launch)
 
     def _spoil(self, launch: Launch) -> None:
-        """Add 1 to the exponent's lowest bit of the first value that the kernel wrote."""
+        """Put bfloat16's 100 where the kernel wrote its first value."""
         facts = next(build for build in read_manifest() if launch.entry in build.arguments)
         address = int(launch.values[facts.arguments[launch.entry].index("out")])
-        value = ctypes.c_uint16.from_address(address)
-        value.value ^= 0x0080
+        ctypes.c_uint16.from_address(address).value = 0x42C8
 
     def capture(self, launches: Sequence[Launch]) -> Graph | None:
         return None

@@ -97,13 +97,15 @@ def test_a_window_hides_all_but_the_last_positions(device: Device, element: Elem
     check(element, q, held, window, run(device, element, q, held, window, tier=tier))
 
 
-def test_a_long_sequence_has_larger_splits(device: Device, element: Element, tier: str) -> None:
-    shape, lengths = Shape(1, 1, 8), [31 * 128, 31 * 128 + 1]
-    held = paged(RNG, element, shape, lengths)
-    q = queries(element, shape, 2)
-    out = run(device, element, q, held, grid=32, tier=tier)
-    check(element, q, held, 0, out)
-    assert np.array_equal(run(device, element, q, held, grid=1, tier=tier), out)
+@pytest.mark.parametrize(("length", "window"), [(31 * 128, 0), (31 * 128 + 1, 0), (4200, 4090)])
+def test_a_long_sequence_has_larger_splits(
+    device: Device, element: Element, tier: str, length: int, window: int
+) -> None:
+    held = paged(RNG, element, Shape(1, 1, 8), [length])
+    q = queries(element, held.shape, 1)
+    out = run(device, element, q, held, window, grid=SPLITS + 1, tier=tier)  # no sequence has more splits than SPLITS
+    check(element, q, held, window, out)
+    assert np.array_equal(run(device, element, q, held, window, grid=1, tier=tier), out)
 
 
 @pytest.mark.parametrize("shape", [Shape(7, 1, 128), Shape(12, 1, 64), Shape(3, 1, 20), Shape(2, 1, 256)], ids=str)

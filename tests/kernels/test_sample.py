@@ -17,6 +17,7 @@ from rvllm.errors import EngineError
 from rvllm.program.dtype import Float32
 from rvllm.sampling.draw import keep
 from rvllm.sampling.params import SamplingParams
+from rvllm.sampling.philox import UNIT_MAX, uniform
 from rvllm.sampling.sampler import Sampled, SamplingRow, process_logits, sample_rows
 from tests.kernels.device import Device
 
@@ -349,6 +350,29 @@ def test_a_top_p_just_below_one_keeps_every_token_that_has_a_mass(device: Device
     assert kept_ids(logits[0], int(got.cuts[0, 1])).tolist() == list(keep(logits[0], params).ids)
 
 
+@pytest.mark.parametrize(("top_p", "kept"), [(0.5, 1), (0.5 + 2.0**-45, 2), (0.75, 3), (0.75 + 2.0**-50, 4)])
+def test_the_mass_that_is_wanted_is_rounded_up(device: Device, top_p: float, kept: int) -> None:
+    logits = np.zeros((1, 2 if top_p < 0.75 else 4), np.float32)
+    got = run(device, logits, [SamplingRow(SamplingParams(top_p=top_p), 3, 1)], logits.size, SMALL)
+    assert (
+        len(kept_ids(logits[0], int(got.cuts[0, 1]))) == kept == len(keep(logits[0], SamplingParams(top_p=top_p)).ids)
+    )
+
+
+def test_the_rarest_random_numbers_are_those_of_the_definition(device: Device) -> None:
+    # Found by search: under seed 7 id 21135 has the word 20 at position 465, and id 10919 0xfffffffb at 517.
+    seed, vocab, rare, common = 7, 21140, 21135, 10919
+    number = float(uniform(seed, 465, np.array([rare]))[0])
+    assert number == 20.5 * 2.0**-32
+    assert uniform(seed, 517, np.array([common]))[0] == np.float32(UNIT_MAX)
+    noise = [-np.log(-np.log1p(-float(one))) for one in (number, uniform(seed, 465, np.array([0]))[0])]
+    logits = np.zeros((3, vocab), np.float32)
+    logits[:2, 0] = noise[0] - noise[1] + np.array([-0.005, 0.005])
+    rows = [SamplingRow(SamplingParams(allowed_token_ids=(0, rare)), seed, 465)] * 2
+    rows.append(SamplingRow(SamplingParams(allowed_token_ids=(common,)), seed, 517))
+    assert [sampled.token_id for sampled in check(device, logits, rows, vocab)] == [rare, 0, common]
+
+
 def test_infinite_logits_share_the_chance(device: Device) -> None:
     logits = RNG.standard_normal((8, 40)).astype(np.float32)
     logits[:, [4, 20, 33]] = np.inf
@@ -385,6 +409,24 @@ def test_nan_and_nothing_are_told(device: Device, params: dict[str, Any]) -> Non
     assert got.tokens[2] == -2 if "allowed_token_ids" in params else got.tokens[2] >= 0
     assert np.all(got.tokens[3:] >= 0)
     assert np.array_equal(got.next_ids, np.maximum(got.tokens, 0))
+
+
+def test_an_id_that_its_penalty_leaves_nothing_keeps_the_others_forbidden(device: Device) -> None:
+    logits = np.full((2, 40), -3e38, np.float32)
+    rows = [
+        SamplingRow(
+            SamplingParams(temperature=temperature, allowed_token_ids=(3, 4), repetition_penalty=2.0),
+            1,
+            1,
+            (3,),
+            {},
+            (4,),
+        )
+        for temperature in (0.0, 1.0)
+    ]
+    with pytest.raises(EngineError, match="of every allowed token"):
+        sample_rows(logits, rows, 40)
+    assert run(device, logits, rows, 40, SMALL).tokens.tolist() == [-2, -2]
 
 
 def test_a_token_depends_on_seed_and_position_alone(device: Device) -> None:

@@ -18,13 +18,13 @@ from rvllm.backend.cuda.context import Graph
 from rvllm.backend.cuda.kernels import Device
 from rvllm.backend.cuda.lower import Bucket, Launch, Target, lower, workspace
 from rvllm.backend.cuda.sampling import DeviceSampler
-from rvllm.backend.cuda.step_block import Layout, fill, layout
+from rvllm.backend.cuda.step_block import Layout, fill, layout, views
 from rvllm.backend.cuda.weights import aligned, load_weights, place, sizes
 from rvllm.model.checkpoint import Checkpoint
 from rvllm.program.dtype import BF16, F16, F32, DType, Float32, bf16_to_f32
 from rvllm.program.ops import Kind, Op, Tensor
 from rvllm.program.plan import MemoryPlan, plan
-from rvllm.program.program import Program, Step
+from rvllm.program.program import Int32, Program, Step
 from rvllm.sampling.sampler import Sampled, SamplingRow
 
 Progress = Callable[[str, int, int], None]
@@ -48,6 +48,7 @@ class Prepared:
     by_op: tuple[tuple[Launch, ...], ...]
     graph: Graph | None
     addresses: Mapping[str, int]
+    host: Mapping[str, Int32]
     logits: int
     rows: int
 
@@ -86,15 +87,21 @@ class CudaModel:
 
     def forward(self, step: Step) -> Float32:
         """Logits (rows, vocab) float32 of the step's wanted rows; the caches then hold its tokens."""
-        prepared = self._start(step)
+        prepared = self._send(step)
+        self._start(prepared)
         logits = np.empty((len(step.rows), self.program.output.sizes({"rows": 1})[1]), dtype=np.float32)
         self._device.read(prepared.logits, logits)
         return logits
 
     def run(self, step: Step, rows: Sequence[SamplingRow]) -> list[Sampled]:
         """Compute one step and draw a token for each of its wanted rows, on the device."""
-        prepared = self._start(step)
-        return self._sampler.sample(prepared.logits, rows, prepared.rows) if rows else []
+        prepared = self._send(step)
+        self._sampler.send(rows, prepared.rows)
+        self._start(prepared)
+        if not rows:
+            self._device.synchronize()
+            return []
+        return self._sampler.sample(prepared.logits, rows, prepared.rows)
 
     def one_by_one(self, step: Step) -> Iterator[tuple[Op, Callable[[], None]]]:
         """Send the step, then give each op with a function that runs it: between them memory can be read."""
@@ -133,22 +140,19 @@ class CudaModel:
     def _send(self, step: Step) -> Prepared:
         """Copy the step to the device."""
         prepared = self._bucket(self._bucket_of(step))
-        # The copy of the step before may still read the block.
-        self._device.synchronize()
-        fill(self._host_block, prepared.layout, step)
+        # The device is idle here: whoever started the step before has waited for its result.
+        fill(prepared.host, prepared.layout, step)
         self._device.copy_in(self._step_block, self._host_block.ctypes.data, prepared.layout.nbytes)
         return prepared
 
-    def _start(self, step: Step) -> Prepared:
-        """Send the step and start its computation."""
-        prepared = self._send(step)
+    def _start(self, prepared: Prepared) -> None:
+        """Start the computation of the step that was sent."""
         if prepared.graph is not None:
             self._device.replay(prepared.graph)
         else:
             for launches in prepared.by_op:
                 for launch in launches:
                     self._device.launch(launch)
-        return prepared
 
     def _bucket_of(self, step: Step) -> Bucket:
         tokens, sequences = len(step.ids), len(step.kv_lengths)
@@ -181,7 +185,15 @@ class CudaModel:
         by_op = tuple(tuple(lower(op, target)) for op in self.program.ops)
         launches = [launch for launches in by_op for launch in launches]
         graph = self._device.capture(launches) if decodes_only and not self._eager else None
-        prepared = Prepared(where, by_op, graph, places, places[self.program.output.name], bucket.rows)
+        prepared = Prepared(
+            layout=where,
+            by_op=by_op,
+            graph=graph,
+            addresses=places,
+            host=views(self._host_block, where),
+            logits=places[self.program.output.name],
+            rows=bucket.rows,
+        )
         if decodes_only:  # the sizes of other steps are too many to keep
             self._prepared[bucket] = prepared
         return prepared

@@ -16,7 +16,7 @@ from rvllm.backend.cuda.context import Graph
 from rvllm.backend.cuda.kernels import Device
 from rvllm.backend.cuda.lower import Launch
 from rvllm.errors import EngineError
-from rvllm.sampling.sampler import Sampled, SamplingRow
+from rvllm.sampling.sampler import Sampled, SamplingRow, changes_logits
 
 MOST_LOGPROBS = 20
 SLICE = 4096  # logits of one block
@@ -52,6 +52,8 @@ class DeviceSampler:
         self._block = device.allocate(self._host.nbytes)
         self._results = _Results(device, rows)
         self._graphs: dict[tuple[int, int, bool], Graph | None] = {}
+        self._sent: object = None
+        self._has_edits = False
         self._edit_room = 0
         self._edits: tuple[int, ...] = ()
         self._make_room(_FIRST_EDITS)
@@ -59,24 +61,34 @@ class DeviceSampler:
     def sample(self, logits: int, rows: Sequence[SamplingRow], bucket: int) -> list[Sampled]:
         """The tokens of `rows`; their logits are the first rows of the bucket's, at `logits`.
 
-        Rows of padding are greedy over whatever lies there, and are not looked at. Raises EngineError as
-        rvllm.sampling.sampler.sample_rows does.
+        Rows of padding are greedy over whatever lies there, and are not looked at. `send` was called for the same rows.
+        Raises EngineError as rvllm.sampling.sampler.sample_rows does.
         """
-        self._send(rows, bucket)
         full = any(not row.params.greedy or row.params.logprobs for row in rows)
         self._run(logits, bucket, full)
         return self._results.take(rows, bucket)
 
-    def _send(self, rows: Sequence[SamplingRow], bucket: int) -> None:
-        """Copy parameters and positions in one piece; edits and masks only where there are any."""
-        self._device.synchronize()
-        parameters = parameter_arrays(rows, bucket)
-        self._host[: parameters.nbytes] = parameters
-        positions = np.zeros(bucket, dtype=np.uint32)
-        positions[: len(rows)] = [row.position for row in rows]
-        self._host[parameters.nbytes : parameters.nbytes + positions.nbytes] = positions.view(np.uint8)
-        self._device.copy_in(self._block, self._host.ctypes.data, parameters.nbytes + positions.nbytes)
+    def send(self, rows: Sequence[SamplingRow], bucket: int) -> None:
+        """Copy what the rows ask for, before the step that makes their logits is started; only what has changed."""
+        key = (bucket, [(row.params, row.seed) for row in rows])
+        changed = key != self._sent
+        if changed:
+            self._sent = key
+            parameters = parameter_arrays(rows, bucket)
+            self._host[: parameters.nbytes] = parameters
+        if changed or not all(row.params.greedy for row in rows):
+            nbytes = PARAMETER_BYTES * bucket
+            positions = self._host[nbytes : nbytes + 4 * bucket].view(np.uint32)
+            positions[: len(rows)] = [row.position for row in rows]
+            self._device.copy_in(self._block, self._host.ctypes.data, nbytes + 4 * bucket)
+        self._send_edits(rows, bucket)
+
+    def _send_edits(self, rows: Sequence[SamplingRow], bucket: int) -> None:
+        """Edits and masks, where there are any or were any before."""
         edits = edit_arrays(rows, bucket)
+        if not len(edits.ids) and not self._has_edits:
+            return
+        self._has_edits = bool(len(edits.ids))
         if len(edits.ids) > self._edit_room:
             self._make_room(2 * len(edits.ids))
         arrays = (edits.starts, edits.ids, edits.counts, edits.flags, edits.bias)
@@ -93,6 +105,7 @@ class DeviceSampler:
             self._device.free(address)
         sizes = (4 * (self._rows + 1), *(4 * edits,) * 4)
         self._edits = tuple(self._device.allocate(nbytes) for nbytes in sizes)
+        self._device.fill(self._edits[0], 0, sizes[0])
         self._edit_room = edits
         self._graphs.clear()
 
@@ -155,7 +168,8 @@ class _Results:
         self.next_ids = self.top_logprobs + 4 * rows * MOST_LOGPROBS
 
     def take(self, rows: Sequence[SamplingRow], bucket: int) -> list[Sampled]:
-        self._device.copy_out(self._host.ctypes.data, self._start, self._host.nbytes)
+        listed = any(row.params.logprobs for row in rows)
+        self._device.copy_out(self._host.ctypes.data, self._start, self._host.nbytes if listed else 8 * self._rows)
         self._device.synchronize()
         tokens = self._host[: self._rows]
         logprobs = self._host[self._rows : 2 * self._rows].view(np.float32)
@@ -218,8 +232,10 @@ def edit_arrays(rows: Sequence[SamplingRow], bucket: int) -> Edits:
         ids += touched
         entries += touched.values()
         starts[index + 1] = len(ids)
+    if not ids:
+        return Edits(starts, *_NO_EDITS)
     starts[len(rows) + 1 :] = len(ids)
-    counts, flags, bias = zip(*entries) if entries else ((), (), ())
+    counts, flags, bias = zip(*entries)
     return Edits(
         starts,
         np.array(ids, dtype=np.int32),
@@ -229,9 +245,14 @@ def edit_arrays(rows: Sequence[SamplingRow], bucket: int) -> Edits:
     )
 
 
+_NO_EDITS = (np.zeros(0, np.int32), np.zeros(0, np.uint32), np.zeros(0, np.uint32), np.zeros(0, np.float32))
+
+
 def _touched(row: SamplingRow) -> dict[int, tuple[int, int, float]]:
     """(output count, flags, bias) of each id that something happens to."""
     params = row.params
+    if not row.forbidden_ids and not changes_logits(row):
+        return {}
     found: dict[int, tuple[int, int, float]] = {}
 
     def mark(token: int, *, count: int = 0, flag: int = 0, bias: float = 0.0) -> None:

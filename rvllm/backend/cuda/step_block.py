@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from rvllm.program.program import Step
+from rvllm.program.program import Int32, Step
 
 ALIGNMENT_BYTES = 256
 PADDING_SLOT = -1  # a token of padding writes nothing to the cache
@@ -48,17 +49,27 @@ def layout(tokens: int, rows: int, sequences: int, groups: int, max_blocks: int)
     offset = 0
     for name, (shape, padding) in shapes.items():
         fields[name] = Field(offset, shape, padding)
-        nbytes = 4 * int(np.prod(shape))
+        nbytes = 4 * math.prod(shape)
         offset += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return Layout(fields, offset)
 
 
-def fill(memory: npt.NDArray[np.uint8], where: Layout, step: Step) -> None:
-    """Write the step into the block; what it does not reach is padding."""
+def views(memory: npt.NDArray[np.uint8], where: Layout) -> dict[str, Int32]:
+    """Each field of a block in host memory as an array."""
+    return {
+        name: memory[field.offset : field.offset + 4 * math.prod(field.shape)].view(np.int32).reshape(field.shape)
+        for name, field in where.fields.items()
+    }
+
+
+def fill(arrays: Mapping[str, Int32], where: Layout, step: Step) -> None:
+    """Write the step into a block's arrays; what it does not reach is padding."""
     for name, values in step.inputs().items():
-        field = where.fields[name]
-        target = memory[field.offset : field.offset + 4 * int(np.prod(field.shape))].view(np.int32).reshape(field.shape)
-        given = tuple(slice(0, size) for size in values.shape)
-        if values.shape != field.shape:
-            target[...] = field.padding
-        target[given] = values
+        target = arrays[name]
+        if values.shape == target.shape:
+            target[...] = values
+        elif values.ndim == 1:
+            target[: len(values)] = values
+            target[len(values) :] = where.fields[name].padding
+        else:  # a block table: what is behind a sequence's blocks is never read
+            target[: values.shape[0], : values.shape[1]] = values
