@@ -5,7 +5,7 @@
 //   The block's size is part of the result's bits: it follows from hidden alone, as in norm, whose bits these are.
 // bound: 8 hidden bytes a token.
 // assumes: sum may be x or y, out overlaps nothing that is still read; all start on 16 bytes.
-// tiers: t70 t80
+// tiers: t70 t80 t90
 #include "norm.cuh"
 
 template <int N, typename X>

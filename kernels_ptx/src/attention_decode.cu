@@ -14,7 +14,7 @@
 // (sequence, 8 heads) merges the splits in order. So the bits of a sequence depend on no other, nor on the grid.
 // Weights are rounded to X before they meet the values from t80 on, but for _any; else never.
 // assumes: block_size 16, 32 or 64; head_dim even; scale > 0; out overlaps nothing; all start on 16 bytes.
-// tiers: t70 t80
+// tiers: t70 t80 t90
 #include "attention_fma.cuh"
 #include "attention_splits.cuh"
 #if TIER >= 80
@@ -162,6 +162,7 @@ DEVICE void decode(const X* q, const Pages<X>& pages, const Splits& splits, cons
     end_split(room, alone, split, splits.count, place.rows, workspace, out);
     sync_block();
   }
+  start_next_grid();  // not before: its blocks would crowd on the SMs that this one leaves free
   if (alone || !arrives_last(given.counters + place.item, done, splits.count)) return;
   merge_splits<WIDTH>(workspace, place.rows, splits.count, room.partials.out, out);
 }
@@ -169,6 +170,7 @@ DEVICE void decode(const X* q, const Pages<X>& pages, const Splits& splits, cons
 template <typename Method, int WIDTH, typename X>
 DEVICE void attention_decode(const X* q, const X* cache, const int* block_tables, const int* kv_lengths, X* out,
                              const DecodeArguments& given) {
+  wait_for_previous_grid();
   SHARED_ARRAY(X, queries, ROWS * WIDTH);
   SHARED_ARRAY(float, warps_out, WARPS * ROWS * WIDTH);
   SHARED_ARRAY(float, warps_states, 2 * WARPS * ROWS);

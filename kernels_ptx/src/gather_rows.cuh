@@ -15,6 +15,7 @@ DEVICE void copy_row(const X* from, X* to, int width) {
 
 template <typename X>
 DEVICE void gather_row(const int* index, const X* table, X* out, int width) {
+  begin_grid();
   const X* from = table + int64(index[block_x()]) * width;
   X* to = out + int64(block_x()) * width;
   if (width % WIDE == 0) {

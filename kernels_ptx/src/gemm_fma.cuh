@@ -49,10 +49,17 @@ DEVICE void gemm_part(const Operands<X>& in, const Out& out, int token, int slot
     add_step(sums, tokens + thread / 16 * 8, slots + thread % 16 * 2);
     sync_block();
   }
-  UNROLL
+  NO_UNROLL
   for (int i = 0; i < 8; ++i) {
+    float first[2] = {}, second[2] = {};
+    UNROLL
+    for (int row = 0; row < 8; ++row) {  // registers have no index
+      if (row == i) {
+        first[0] = sums[row][0], first[1] = sums[row][1];
+        second[0] = sums[row][2], second[1] = sums[row][3];
+      }
+    }
     const int at = token + thread / 16 * 8 + i;
-    const float first[2] = {sums[i][0], sums[i][1]}, second[2] = {sums[i][2], sums[i][3]};
     if (at < in.tokens) out.template finish<SECOND>(at, slot + thread % 16 * 2, first, second);
   }
 }

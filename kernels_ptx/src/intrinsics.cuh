@@ -265,6 +265,11 @@ DEVICE void start_next_grid() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
+// What every kernel of a decode step begins with. Whatever comes before it may touch nothing that another grid writes.
+DEVICE void begin_grid() {
+  start_next_grid();
+  wait_for_previous_grid();
+}
 #endif  // __CUDACC__
 
 DEVICE int lane_index() { return thread_index() % WARP; }

@@ -9,11 +9,12 @@
 //   dynamic shared bytes: t80 4096 P min(6, floor(24 / P)) with P = 2 R + T / 8, at most 98304, opted in; t70 64 R T.
 //   workspace: 64 R T S B bytes; counters: B words, 0 before the first launch and again after every one. Neither is
 //   touched where S is 1. Launches that may run at the same time must not share them.
-//   The m64 entries promise blocks of 512 only so that ptxas leaves room for two of 256 on an SM.
+//   The m64 entries allow blocks of 384 only so that ptxas stops at 168 registers; it then takes 128 or fewer, so that
+//   two blocks of 256 fit on an SM. A bound of 512 makes it spill on sm_120.
 // bound: 2 rows depth bytes.
 // assumes: 1 <= tokens <= T; out overlaps nothing; x, weight and workspace start on 16 bytes. Any depth works, but one
 //   that is no multiple of 8 is read element by element.
-// tiers: t70 t80
+// tiers: t70 t80 t90
 #include "linear.cuh"
 
 template <int EIGHTS, typename X>
@@ -41,7 +42,7 @@ void linear_f16_m32(const half_t* x, const half_t* weight, const half_t* bias, h
   linear_rounded<4>(x, weight, bias, out, tokens, rows, depth, workspace, counters);
 }
 
-KERNEL(512)
+KERNEL(384)
 void linear_f16_m64(const half_t* x, const half_t* weight, const half_t* bias, half_t* out, int tokens, int rows,
                     int depth, float* workspace, uint32* counters) {
   linear_rounded<8>(x, weight, bias, out, tokens, rows, depth, workspace, counters);
@@ -65,7 +66,7 @@ void linear_bf16_m32(const bfloat_t* x, const bfloat_t* weight, const bfloat_t* 
   linear_rounded<4>(x, weight, bias, out, tokens, rows, depth, workspace, counters);
 }
 
-KERNEL(512)
+KERNEL(384)
 void linear_bf16_m64(const bfloat_t* x, const bfloat_t* weight, const bfloat_t* bias, bfloat_t* out, int tokens,
                      int rows, int depth, float* workspace, uint32* counters) {
   linear_rounded<8>(x, weight, bias, out, tokens, rows, depth, workspace, counters);

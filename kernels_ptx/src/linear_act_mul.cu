@@ -3,7 +3,7 @@
 // weight (2 width, depth) X and bias (2 width) X or null: gate rows, then up rows; out (tokens, width) X. The other
 //   arguments, launch and assumptions as in linear.cu, with rows = 16 ceil(width / 8) there.
 // bound: 4 width depth bytes.
-// tiers: t70 t80
+// tiers: t70 t80 t90
 #include "linear.cuh"
 
 template <int EIGHTS, typename X>
@@ -31,7 +31,7 @@ void linear_act_mul_f16_m32(const half_t* x, const half_t* weight, const half_t*
   linear_gated<4>(x, weight, bias, out, tokens, width, depth, activation, workspace, counters);
 }
 
-KERNEL(512)
+KERNEL(384)
 void linear_act_mul_f16_m64(const half_t* x, const half_t* weight, const half_t* bias, half_t* out, int tokens,
                             int width, int depth, int activation, float* workspace, uint32* counters) {
   linear_gated<8>(x, weight, bias, out, tokens, width, depth, activation, workspace, counters);
@@ -55,7 +55,7 @@ void linear_act_mul_bf16_m32(const bfloat_t* x, const bfloat_t* weight, const bf
   linear_gated<4>(x, weight, bias, out, tokens, width, depth, activation, workspace, counters);
 }
 
-KERNEL(512)
+KERNEL(384)
 void linear_act_mul_bf16_m64(const bfloat_t* x, const bfloat_t* weight, const bfloat_t* bias, bfloat_t* out, int tokens,
                              int width, int depth, int activation, float* workspace, uint32* counters) {
   linear_gated<8>(x, weight, bias, out, tokens, width, depth, activation, workspace, counters);

@@ -1,7 +1,7 @@
 // linear_f32: out = x W^T + bias in float for up to 64 tokens: logits.
 //
 // out (tokens, rows) f32; the other arguments, launch, bound and assumptions as in linear.cu.
-// tiers: t70 t80
+// tiers: t70 t80 t90
 #include "linear.cuh"
 
 template <int EIGHTS, typename X>
@@ -29,7 +29,7 @@ void linear_f32_f16_m32(const half_t* x, const half_t* weight, const half_t* bia
   linear_unrounded<4>(x, weight, bias, out, tokens, rows, depth, workspace, counters);
 }
 
-KERNEL(512)
+KERNEL(384)
 void linear_f32_f16_m64(const half_t* x, const half_t* weight, const half_t* bias, float* out, int tokens, int rows,
                         int depth, float* workspace, uint32* counters) {
   linear_unrounded<8>(x, weight, bias, out, tokens, rows, depth, workspace, counters);
@@ -53,7 +53,7 @@ void linear_f32_bf16_m32(const bfloat_t* x, const bfloat_t* weight, const bfloat
   linear_unrounded<4>(x, weight, bias, out, tokens, rows, depth, workspace, counters);
 }
 
-KERNEL(512)
+KERNEL(384)
 void linear_f32_bf16_m64(const bfloat_t* x, const bfloat_t* weight, const bfloat_t* bias, float* out, int tokens,
                          int rows, int depth, float* workspace, uint32* counters) {
   linear_unrounded<8>(x, weight, bias, out, tokens, rows, depth, workspace, counters);

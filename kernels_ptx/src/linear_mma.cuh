@@ -22,7 +22,7 @@ struct Stream {
   const Out& out;
   Range range;
   unsigned char* ring;
-  const X* weight[ROWS];  // the starts of weight rows g and g + 8 of each tile
+  uint32 weight[ROWS];  // the starts of weight rows g and g + 8 of each tile, in whole pieces: registers are few
 
   DEVICE Stream(const Operands<X>& operands, const Out& target, unsigned char* memory)
       : in(operands),
@@ -30,13 +30,13 @@ struct Stream {
         range(part_of(in.depth, block_y() * warp_count() + warp_index(), grid_y() * warp_count())),
         ring(memory + thread_index() * 16) {
     UNROLL
-    for (int piece = 0; piece < ROWS; ++piece) weight[piece] = weight_row(piece);
+    for (int piece = 0; piece < ROWS; ++piece) weight[piece] = uint32(weight_row(piece)) * uint32(in.depth / WIDE);
   }
 
   // Behind the last row it is the first one, whose sums nobody asks for.
-  DEVICE const X* weight_row(int piece) const {
+  DEVICE int weight_row(int piece) const {
     const int row = out.template row<8>(block_x() * TILES * 16 + piece * 8 + lane_index() / 4);
-    return in.weight + (row == NOWHERE ? 0 : int64(row) * in.depth);
+    return row == NOWHERE ? 0 : row;
   }
 
   // Token g of the eight that a piece behind the weight's belongs to, or NOWHERE.
@@ -49,19 +49,29 @@ struct Stream {
     return ring + (stage * PIECES + piece) * thread_count() * 16;
   }
 
-  // Elements [k, k + 8) of every row. Tokens' addresses are counted up, since registers are few.
-  DEVICE void fetch_aligned(int stage, int k) const {
+  // The piece from k on of the row that starts at piece `row`, or the matrix's first one.
+  DEVICE const X* piece_at(const X* matrix, uint32 row, int k, bool wanted) const {
+    return matrix + int64(wanted ? row + uint32(k) / WIDE : 0) * WIDE;
+  }
+
+  // Elements [k, k + 8) of every weight row.
+  DEVICE void fetch_weights(int stage, int k) const {
     const bool inside = k < range.end;
     UNROLL
     for (int piece = 0; piece < ROWS; ++piece) {
-      copy_async_once(place(stage, piece), weight[piece] + (inside ? k : 0), inside ? 16 : 0);
+      copy_async_once(place(stage, piece), piece_at(in.weight, weight[piece], k, inside), inside ? 16 : 0);
     }
-    int64 at = int64(lane_index() / 4) * in.depth + k;
+  }
+
+  // The same of every token. Addresses are counted up, since registers are few.
+  DEVICE void fetch_tokens(int stage, int k) const {
+    const bool inside = k < range.end;
+    uint32 row = uint32(lane_index() / 4) * uint32(in.depth / WIDE);
     UNROLL
     for (int piece = ROWS; piece < PIECES; ++piece) {
       const bool wanted = inside && token_of(piece) != NOWHERE;
-      copy_async(place(stage, piece), in.x + (wanted ? at : 0), wanted ? 16 : 0);
-      at += 8 * in.depth;
+      copy_async(place(stage, piece), piece_at(in.x, row, k, wanted), wanted ? 16 : 0);
+      row += uint32(in.depth);  // eight rows, in pieces
     }
   }
 
@@ -71,7 +81,7 @@ struct Stream {
     for (int piece = 0; piece < PIECES; ++piece) {
       Pack<X, WIDE> got = {};
       if (piece < ROWS) {
-        got = load_piece(weight_row(piece), k, range.end);
+        got = load_piece(in.weight + int64(weight_row(piece)) * in.depth, k, range.end);
       } else if (token_of(piece) != NOWHERE) {
         got = load_piece(in.x + int64(token_of(piece)) * in.depth, k, range.end);
       }
@@ -83,7 +93,8 @@ struct Stream {
   DEVICE void fetch(int stage, int chunk) const {
     const int k = chunk + lane_index() % 4 * WIDE;
     if (chunk < range.end && in.depth % WIDE == 0) {
-      fetch_aligned(stage, k);
+      fetch_weights(stage, k);
+      fetch_tokens(stage, k);
     } else if (chunk < range.end) {
       fetch_unaligned(stage, k);
     }
@@ -113,15 +124,20 @@ struct Stream {
 
   DEVICE void accumulate(float (&sums)[TILES][EIGHTS][4]) const {
     enum : int { AHEAD = STAGES - 1 };
-    int stage = 1;  // so that what is fetched first goes to stage 0
+    wait_for_previous_grid();
     NO_UNROLL
-    for (int chunk = range.begin - AHEAD * CHUNK; chunk < range.end; chunk += CHUNK) {
-      if (chunk >= range.begin) wait_copies<AHEAD - 1>();
+    for (int ahead = 0; ahead < AHEAD; ++ahead) fetch(ahead, range.begin + ahead * CHUNK);
+    int stage = 0;
+    NO_UNROLL
+    for (int chunk = range.begin; chunk < range.end; chunk += CHUNK) {
+      wait_copies<AHEAD - 1>();
       // Into the stage before this one, whose products have been started.
       fetch(stage == 0 ? AHEAD : stage - 1, chunk + AHEAD * CHUNK);
-      if (chunk >= range.begin) multiply(stage, sums);
+      multiply(stage, sums);
       stage = stage == AHEAD ? 0 : stage + 1;
     }
+    // Not before: the next grid's blocks would crowd on the SMs that this one leaves free.
+    start_next_grid();
   }
 };
 

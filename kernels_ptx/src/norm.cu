@@ -5,7 +5,7 @@
 //   The block's size is part of the result's bits: it follows from hidden alone.
 // bound: 4 hidden bytes a token.
 // assumes: out may be x, and overlaps nothing else; x, weight and out start on 16 bytes.
-// tiers: t70 t80
+// tiers: t70 t80 t90
 #include "norm.cuh"
 
 template <int N, typename X>

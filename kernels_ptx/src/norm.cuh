@@ -32,6 +32,7 @@ DEVICE Pack<X, N> scaled(const Pack<X, N>& x, const Pack<X, N>& weight, float sc
 // fetch(column) gives the pack of x there, once for each column; `again` is where x can be read after that.
 template <int N, typename X, typename Fetch>
 DEVICE void norm_row(Fetch fetch, const X* again, const X* weight, float epsilon, X* out, int hidden) {
+  begin_grid();
   const int stride = thread_count() * N;
   const int first = thread_index() * N;
   const int rest = first + KEPT * stride;

@@ -5,7 +5,7 @@
 // launch: grid (ceil(tokens half / 256)), block 256, no dynamic shared memory. One thread: one angle.
 // bound: 8 half bytes a token, once a step; about 30 float64 operations an angle.
 // assumes: variants >= 1; positions >= 0; out overlaps nothing.
-// tiers: t70
+// tiers: t70 t90
 #include "intrinsics.cuh"
 
 // angle = quarter pi/2 + rest, |rest| <= pi/4 (Cody and Waite 1980). pi/2 is the sum of two float64, good to 2^-107;
@@ -45,6 +45,7 @@ DEVICE double cosine(double x) {
 KERNEL(256)
 void rope_angles_f32(const int* positions, const int* lengths, const float* inv_freq, float* out, int tokens, int half,
                      int variants, int threshold, float scale) {
+  begin_grid();
   const int64 index = int64(block_x()) * thread_count() + thread_index();
   if (index >= int64(tokens) * half) return;
   const int token = int(index / half), i = int(index % half);

@@ -8,7 +8,7 @@
 // bound: 4 (heads + 2 kv_heads) head_dim + 8 half bytes a token.
 // assumes: head_dim is even, 2 half <= head_dim; no two tokens share a slot; out may not overlap qkv; all start on
 //   16 bytes.
-// tiers: t70 t80
+// tiers: t70 t80 t90
 #include "element.cuh"
 
 struct Heads {
@@ -65,6 +65,7 @@ DEVICE void rope_kv_token(const X* qkv, const float* angles, const int* slots, X
 
 template <typename X>
 DEVICE void rope_kv(const X* qkv, const float* angles, const int* slots, X* cache, X* out, const Heads& shape) {
+  begin_grid();
   if (shape.half % WIDE == 0 && shape.head_dim % (2 * WIDE) == 0) {
     rope_kv_token<WIDE>(qkv, angles, slots, cache, out, shape);
   } else {

@@ -134,14 +134,14 @@ void sample_prepare(const float* logits, const void* parameters, const int* edit
   }
   if (thread_index() == 0) {
     const float raw_logit = raw_best == NO_RANK ? float_of(INFINITE | 0x80000000u) : logit_of(raw_best);
-    work.slices[slice] = {slice_best, forbidden, mass, 0.0, -1, raw_logit, flags};
+    work.slices[slice] = {slice_best, forbidden, mass, 0.0, -1, raw_logit, flags, 0};
   }
-  // Cleared here, for sample_weigh to add to.
-  const int words = int(sizeof(Histogram) / 4);
+  // For sample_weigh to add to.
+  uint32 *processed_words = work.histograms[0].count, *raw_words = work.histograms[1].count;
   NO_UNROLL
-  for (int i = slice * thread_count() + thread_index(); i < words; i += grid_x() * thread_count()) {
-    if (selects(p, vocab_limit)) work.histograms[0].count[i] = 0;
-    if (p.logprobs > 0) work.histograms[1].count[i] = 0;
+  for (int i = slice * thread_count() + thread_index(); i < HISTOGRAM_WORDS; i += grid_x() * thread_count()) {
+    if (selects(p, vocab_limit)) processed_words[i] = 0;
+    if (p.logprobs > 0) raw_words[i] = 0;
   }
 }
 
@@ -192,7 +192,7 @@ void sample_weigh(const float* logits, const void* parameters, const int* edit_s
   const float best = logit_of(summary.best);
   const uint64 lowest = is_raw ? uint64(LOWEST_RANK) : min_p_floor(p, best);
   const Weights weights = is_raw ? raw_weights(p) : weights_of(p, best, !cuts_by_count(p, vocab_limit));
-  clear(shared->count, 3 * BINS);
+  clear(*shared);
   sync_block();
   visit_logits<2>(changed ? work.scratch : raw, begin, end, vocab % 4 == 0, [&](int id, float logit) {
     const uint64 rank = rank_of(logit, id);

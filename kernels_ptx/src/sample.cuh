@@ -85,6 +85,7 @@ DEVICE uint64 mass_of(float x) { return uint64(exponential(x) * 0x1p40f); }
 struct Histogram {  // of ranks, the highest in bin 0; a mass is low + 2^32 high
   uint32 count[BINS], low[BINS], high[BINS];
 };
+enum : int { HISTOGRAM_WORDS = 3 * BINS };
 struct alignas(16) State {
   uint64 best;  // NO_RANK: no token can be drawn
   uint64 cut;   // tokens of this rank and above may be drawn
@@ -98,6 +99,7 @@ struct alignas(16) Slice {
   int drawn;         // and its id
   float raw_best;
   uint32 flags;  // IS_OPEN: before penalties, an id that is not forbidden has a logit above -inf
+  uint32 zero;   // 48 bytes, all of them written
 };
 struct Workspace {
   State* states;

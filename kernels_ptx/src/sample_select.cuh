@@ -6,9 +6,10 @@
 
 enum : int { DIGIT_BITS = 11, LISTED = 2048 };
 
-DEVICE void clear(uint32* words, int count) {
+DEVICE void clear(Histogram& histogram) {
+  uint32* words = histogram.count;
   NO_UNROLL
-  for (int i = thread_index(); i < count; i += thread_count()) words[i] = 0;
+  for (int i = thread_index(); i < HISTOGRAM_WORDS; i += thread_count()) words[i] = 0;
 }
 
 // Adds a mass, of 64 bits, by atomics of 32: each carry is seen by exactly one of them.
@@ -92,8 +93,8 @@ DEVICE void make_list(Search& search, Ranks& ranks, uint64 lowest) {
   sync_block();
 }
 
-// Turns a thread's sum into that of all threads before it; gives the sum of all. Between two
-// calls there must be a sync_block().
+// Turns a thread's sum into that of all threads before it; gives the sum of all. Between two calls there must be a
+// sync_block().
 DEVICE Sum sum_before(Search& search, Sum& mine) {
   const Sum own = mine;
   UNROLL
@@ -117,7 +118,7 @@ DEVICE Sum sum_before(Search& search, Sum& mine) {
 // The histogram of the ranks in [low, low + 2^width) from `lowest` on, by their digit above the lowest `next` bits.
 DEVICE void count_ranks(Search& search, const Ranks& ranks, const Weights& weights, uint64 lowest, uint64 low,
                         int width, int next) {
-  clear(search.histogram.count, 3 * BINS);
+  clear(search.histogram);
   sync_block();
   visit_ranks(search, ranks, larger_rank(low, lowest), [&](uint64 rank) {
     if (width == 64 || (rank - low) >> width == 0) {
@@ -128,8 +129,10 @@ DEVICE void count_ranks(Search& search, const Ranks& ranks, const Weights& weigh
 }
 
 DEVICE void copy_histogram(Search& search, const Histogram& from) {
+  uint32* words = search.histogram.count;
+  const uint32* counted = from.count;
   NO_UNROLL
-  for (int i = thread_index(); i < 3 * BINS; i += thread_count()) search.histogram.count[i] = from.count[i];
+  for (int i = thread_index(); i < HISTOGRAM_WORDS; i += thread_count()) words[i] = counted[i];
   sync_block();
 }
 

@@ -60,10 +60,16 @@ class CpuModel:
         self._arena = np.empty(0, dtype=np.float32)
         self._views: dict[tuple[int, int], dict[str, Float32]] = {}
 
-    def run(self, step: Step, rows: Sequence[SamplingRow]) -> list[Sampled]:
-        """Compute one step and draw a token for each of its wanted rows."""
-        logits = self.forward(step)
-        return sample_rows(logits, rows, self._vocab_limit)
+    runs_ahead = False
+
+    def start(self, step: Step, rows: Sequence[SamplingRow], *, follows: bool = False) -> list[Sampled]:
+        """Compute one step and draw a token for each of its wanted rows: here all is done at once."""
+        assert not follows
+        return sample_rows(self.forward(step), rows, self._vocab_limit)
+
+    def finish(self, started: list[Sampled]) -> list[Sampled]:
+        """What `start` gave."""
+        return started
 
     def forward(self, step: Step) -> Float32:
         """Logits (rows, vocab) float32 of the step's wanted rows; the caches then hold its tokens."""

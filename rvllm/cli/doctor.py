@@ -1,4 +1,4 @@
-"""`rvllm doctor`: what this machine offers, and whether a model fits it or a card that is named."""
+"""`rvllm doctor`: what this machine offers, whether a model fits it or a named card, and computes right on it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from rvllm.cli.talk import Talk
 from rvllm.config import DTYPES, LOAD_FORMATS, EngineConfig
 from rvllm.engine.load import RUNTIME_BYTES
 from rvllm.errors import StartError
+from rvllm.model.files import locate
+from rvllm.model.source import open_source
 from rvllm.program.cost import DEVICES
 
 
@@ -34,6 +36,7 @@ class Place:
 @click.option("--gpu-memory", type=Size(), help="A card with this memory, such as 24GiB.")
 @setting("dtype", type=click.Choice(DTYPES), show_default=True, help="Of activations and cache on a card.")
 @setting("load_format", type=click.Choice(LOAD_FORMATS), show_default=True, help="dummy: config.json is enough.")
+@click.option("--check", is_flag=True, help="Run MODEL's ops on this machine's GPU, each beside numpy.")
 @setting("offline", is_flag=True, help="Never fetch the default model.")
 @json_option
 @talk_options
@@ -43,6 +46,7 @@ def doctor(
     gpu_memory: int | None,
     dtype: str,
     load_format: str,
+    check: bool,
     offline: bool,
     as_json: bool,
     quiet: bool,
@@ -52,7 +56,16 @@ def doctor(
 
     The card is the one named, else the first one found, else the CPU's memory is reckoned with. The exit code is 1 if
     MODEL does not fit or is broken.
+
+    --check computes a few steps of MODEL on the first GPU and holds every op to its definition, on the GPU's own
+    inputs; the exit code is 1 if one disagrees, and the first that does is named.
     """
+    if check:
+        if model is None or gpu or gpu_memory:
+            raise click.UsageError("--check runs MODEL on this machine's GPU: name it, without --gpu and --gpu-memory")
+        with Talk(quiet=quiet, verbose=verbose) as talk:
+            check_on_gpu(model, dtype, load_format, offline, as_json, talk)
+        return
     facts = machine()
     if model is None:
         if gpu or gpu_memory:
@@ -73,6 +86,24 @@ def doctor(
     fit = (on_cpu if place.on_cpu else on_gpu)(opened, place.memory_bytes)
     show(facts, (opened, place, fit), as_json)
     if not fit.fits:
+        click.get_current_context().exit(1)
+
+
+def check_on_gpu(model: str, dtype: str, load_format: str, offline: bool, as_json: bool, talk: Talk) -> None:
+    """Print how MODEL's ops compare with their definitions; exits with 1 where one is wrong. Raises StartError."""
+    from rvllm.cli import check  # the whole CUDA backend: only for those who ask
+
+    name, device = check.open_gpu(talk.note)
+    files = locate(model, offline=offline, progress=talk.progress)
+    source = open_source(files, load_format=load_format, warn=talk.note)
+    report = check.check_model(source, dtype, name, device, talk.progress)
+    if as_json:
+        import json
+
+        click.echo(json.dumps({"model": files.name, **check.check_facts(report)}))
+    else:
+        click.echo("\n".join(check.check_lines(report)))
+    if report.wrong:
         click.get_current_context().exit(1)
 
 

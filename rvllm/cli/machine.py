@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from rvllm.backend.cuda.driver import devices, driver_version, ptx_tier
-from rvllm.errors import DeviceError, ModelNotFound
+from rvllm.cache import cache_folder
+from rvllm.errors import DeviceError, StartError
 from rvllm.version import VERSION
 
 Facts = dict[str, Any]
@@ -88,9 +89,10 @@ def free_memory(facts: Facts) -> int | None:
 
 def cache() -> Facts:
     """The folder for fetched and unpacked files: whether one can write there, and run programs from there."""
-    from rvllm.model.default_model import cache_folder
-
-    folder = cache_folder()
+    try:
+        folder = cache_folder()
+    except StartError as error:
+        return {"folder": error.message, "exists": False, "writable": False, "executable": None, "free": None}
     place = folder
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -113,7 +115,7 @@ def default_model() -> Facts:
 
     try:
         return {"name": SMOLLM2.name, "path": str(find(SMOLLM2, offline=True, progress=None)), "problem": None}
-    except ModelNotFound as error:
+    except StartError as error:
         # Being offline is this function's doing, so not a reason to tell.
         return {"name": SMOLLM2.name, "path": None, "problem": error.message.partition("; it was not fetched")[0]}
 

@@ -5,27 +5,39 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from rvllm.engine.block_pool import BlockPool, blocks_for
 from rvllm.engine.request import Request, Sequence, TokenEvent
-from rvllm.engine.scheduler import schedule
+from rvllm.engine.scheduler import Chunk, schedule
 from rvllm.engine.step import build_step
 from rvllm.errors import PromptTooLong
 from rvllm.program.program import Program, Step
-from rvllm.sampling.sampler import Sampled, SamplingRow
+from rvllm.sampling.sampler import Sampled, SamplingRow, changes_logits
 
 
 class Model(Protocol):
-    """A program on a device, with its weights and caches."""
+    """A program on a device, with its weights and caches. What `start` gives is for `finish` alone."""
 
     @property
     def program(self) -> Program: ...
 
-    def run(self, step: Step, rows: Items[SamplingRow]) -> list[Sampled]:
-        """Compute a step and draw a token for each of its rows."""
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may be started that follows one not yet finished."""
+        ...
+
+    def start(self, step: Step, rows: Items[SamplingRow], *, follows: bool = False) -> Any:
+        """Start a step and the drawing of a token for each of its rows.
+
+        follows: its ids are the tokens being drawn by the step started before, for the same rows in the same order.
+        """
+        ...
+
+    def finish(self, started: Any) -> list[Sampled]:
+        """The tokens that were drawn, in the order of the rows."""
         ...
 
 
@@ -43,8 +55,24 @@ class Limits:
     eos_ids: frozenset[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that the model has started: the sequences that get a token from it, in the order of its rows."""
+
+    sequences: tuple[Sequence, ...]
+    started: Any
+
+    def holds(self, sequence: Sequence) -> bool:
+        return any(one is sequence for one in self.sequences)
+
+
 class Engine:
-    """Continuous batching over one model. Not thread-safe: one thread adds, steps and aborts."""
+    """Continuous batching over one model. Not thread-safe: one thread adds, steps and aborts.
+
+    While all that run are decoding, the next step is started before the tokens of this one are read: the device draws
+    them and goes on with them by itself. A sequence that ends is then one step behind: what the next step makes of it
+    is dropped, and its blocks are free only when that step is through.
+    """
 
     def __init__(self, model: Model, limits: Limits) -> None:
         assert limits.blocks >= blocks_for(limits.max_model_len, limits.block_size), limits
@@ -53,6 +81,7 @@ class Engine:
         self._pools = tuple(BlockPool(limits.blocks) for _ in model.program.cache_groups)
         self._waiting: deque[Request] = deque()
         self._running: list[Sequence] = []
+        self._flight: Flight | None = None
 
     @property
     def busy(self) -> bool:
@@ -80,21 +109,71 @@ class Engine:
         """Forget a request in any state; unknown ids are ignored, since it may just have ended."""
         self._waiting = deque(request for request in self._waiting if request.id != request_id)
         for sequence in [sequence for sequence in self._running if sequence.request.id == request_id]:
-            self._retire(sequence)
+            self._retire(sequence, self._flight)
+        self._settle()
 
     def step(self) -> list[TokenEvent]:
-        """Run one step; the new tokens of the sequences that got one."""
+        """Go on by one step; the new tokens of the sequences that got one."""
+        landing = self._flight
+        if landing is None:
+            self._flight = landing = self._take_off()
+        if landing is None:
+            return []
+        self._flight = self._follow(landing)
+        events = self._land(landing)
+        self._settle()
+        return events
+
+    def _take_off(self) -> Flight | None:
+        """Admit, plan and start a step."""
         self._admit()
         limits = self.limits
         chunks = schedule(self._running, prefill_chunk=limits.prefill_chunk, max_tokens=limits.max_num_batched_tokens)
         if not chunks:
-            return []
-        finished = [chunk.sequence for chunk in chunks if chunk.finishes]
-        rows = [self._sampling_row(sequence) for sequence in finished]
-        drawn = self._model.run(build_step(chunks, limits.block_size), rows)
+            return None
+        step = build_step(chunks, limits.block_size)
+        finished = tuple(chunk.sequence for chunk in chunks if chunk.finishes)
+        rows = [self._sampling_row(sequence, 0) for sequence in finished]
         for chunk in chunks:
             chunk.sequence.computed += chunk.tokens
-        return [self._accept(*pair) for pair in zip(finished, drawn)]
+        return Flight(finished, self._model.start(step, rows))
+
+    def _follow(self, flight: Flight) -> Flight | None:
+        """Start the step after `flight` on the tokens that it is drawing, where that is sure to be what comes next.
+
+        Not so when a request waits, a prompt is still read, a sequence is about to reach its length, or what may be
+        drawn depends on the tokens before.
+        """
+        if not self._model.runs_ahead or self._waiting or len(flight.sequences) != len(self._running):
+            return None
+        if any(len(sequence.token_ids) + 1 >= sequence.limit for sequence in flight.sequences):
+            return None
+        rows = [self._sampling_row(sequence, 1) for sequence in flight.sequences]
+        if any(changes_logits(row) for row in rows):
+            return None
+        chunks = [Chunk(sequence, 1) for sequence in flight.sequences]
+        step = build_step(chunks, self.limits.block_size)
+        if len(step.rows) != len(chunks) or any(sequence.pending for sequence in flight.sequences):
+            return None
+        for sequence in flight.sequences:
+            sequence.computed += 1
+        return Flight(flight.sequences, self._model.start(step, rows, follows=True))
+
+    def _land(self, flight: Flight) -> list[TokenEvent]:
+        """Read a step's tokens."""
+        events = []
+        for sequence, sampled in zip(flight.sequences, self._model.finish(flight.started)):
+            if sequence.ended:
+                self._release(sequence)
+            else:
+                events.append(self._accept(sequence, sampled))
+        return events
+
+    def _settle(self) -> None:
+        """When nothing runs any more, let the step that is still on its way end, and drop what it drew."""
+        if self._flight is not None and not self._running:
+            flight, self._flight = self._flight, None
+            self._land(flight)
 
     def _admit(self) -> None:
         """Start waiting requests in order, while there is a place and blocks for all they may ever need."""
@@ -111,8 +190,14 @@ class Engine:
             blocks = tuple(np.array(pool.take(needed), dtype=np.int32) for pool in self._pools)
             self._running.append(Sequence(request, limit, blocks, list(request.prompt_ids)))
 
-    def _retire(self, sequence: Sequence) -> None:
+    def _retire(self, sequence: Sequence, flight: Flight | None) -> None:
+        """End a sequence. Its blocks are free now, or when the `flight` that still writes to them has landed."""
         self._running.remove(sequence)
+        sequence.ended = True
+        if flight is None or not flight.holds(sequence):
+            self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
         for pool, blocks in zip(self._pools, sequence.blocks):
             pool.give_back(blocks.tolist())
 
@@ -120,13 +205,15 @@ class Engine:
         own = frozenset(request.params.stop_token_ids)
         return own if request.params.ignore_eos else own | self.limits.eos_ids
 
-    def _sampling_row(self, sequence: Sequence) -> SamplingRow:
+    def _sampling_row(self, sequence: Sequence, ahead: int) -> SamplingRow:
+        """What the sequence's next token is drawn by, or the one `ahead` of it."""
         request = sequence.request
-        early = len(sequence.token_ids) - len(request.prompt_ids) < request.params.min_tokens
+        position = len(sequence.token_ids) + ahead
+        early = position - len(request.prompt_ids) < request.params.min_tokens
         return SamplingRow(
             request.params,
             request.seed,
-            len(sequence.token_ids),
+            position,
             request.prompt_ids,
             sequence.output_counts,
             tuple(self._stop_ids(request)) if early else (),
@@ -140,6 +227,6 @@ class Engine:
         stopped = sampled.token_id in self._stop_ids(request)
         finish = "stop" if stopped else "length" if len(sequence.token_ids) >= sequence.limit else None
         if finish:
-            self._retire(sequence)
+            self._retire(sequence, self._flight)
         stop_id = sampled.token_id if stopped else None
         return TokenEvent(request.id, sampled.token_id, sampled.logprob, sampled.top_logprobs, finish, stop_id)

@@ -46,6 +46,7 @@ class Sequence:
     blocks: tuple[Int32, ...]
     token_ids: list[int]
     computed: int = 0
+    ended: bool = False
     output_counts: Counter[int] = field(default_factory=Counter)  # of the drawn tokens, for penalties
 
     @property

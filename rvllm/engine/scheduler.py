@@ -18,7 +18,7 @@ class Chunk:
     @property
     def finishes(self) -> bool:
         """Whether the sequence is wholly in the cache afterwards, so that its next token can be drawn."""
-        return self.tokens == self.sequence.pending
+        return self.tokens >= self.sequence.pending
 
 
 def schedule(running: Items[Sequence], *, prefill_chunk: int, max_tokens: int) -> list[Chunk]:

@@ -41,7 +41,8 @@ def _pending_ids(chunks: Items[Chunk]) -> Int32:
     ids: list[int] = []
     for chunk in chunks:
         begin = chunk.sequence.computed
-        ids += chunk.sequence.token_ids[begin : begin + chunk.tokens]
+        known = chunk.sequence.token_ids[begin : begin + chunk.tokens]
+        ids += known or [0]  # of a step that runs ahead: the device has the id
     return np.array(ids, dtype=np.int32)
 
 

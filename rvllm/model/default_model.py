@@ -20,6 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO
 
+from rvllm.cache import cache_folder
 from rvllm.errors import ModelNotFound
 from rvllm.model.files import Progress
 
@@ -76,13 +77,6 @@ def find(model: PinnedModel, *, offline: bool, progress: Progress | None) -> Pat
         why = "offline was asked for" if offline else "HF_HUB_OFFLINE is set"
         raise ModelNotFound(f"{tried}; it was not fetched because {why}", hint=_way_out(model))
     return _fetch(model, cached, tried, progress)
-
-
-def cache_folder() -> Path:
-    """Where fetched files are kept: $RVLLM_CACHE, else $XDG_CACHE_HOME/rvllm, else ~/.cache/rvllm."""
-    if own := os.environ.get("RVLLM_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rvllm"
 
 
 def _has_size(path: Path, size: int) -> bool:

@@ -17,6 +17,7 @@ LAYERS = [
     "sampling",
     "program",
     "config",
+    "cache",
     "errors",
     "version",
 ]

@@ -90,5 +90,11 @@ class HostDevice:
     def replay(self, graph: Graph) -> None:
         raise AssertionError("nothing was captured")
 
+    def mark(self) -> None:
+        """Launches have ended when they return."""
+
+    def wait(self, mark: None) -> None:
+        """Launches have ended when they return."""
+
     def synchronize(self) -> None:
         """Launches have ended when they return."""

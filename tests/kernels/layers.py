@@ -69,12 +69,12 @@ class Layer:
 
 
 def integers(
-    element: Element, rng: np.random.Generator, tokens: int, rows: int, depth: int, *, bias: bool = True
+    element: Element, rng: np.random.Generator, tokens: int, rows: int, depth: int, *, bias: bool = True, most: int = 16
 ) -> Layer:
-    """Integers so small that every partial sum is exact in float: all orders of summation give the same bits."""
+    """Integers up to `most`, so small that all orders of summation give the same float, and yet X must round sums."""
 
     def draw(*shape: int) -> Bits:
-        return element.encode(rng.integers(-4, 5, shape).astype(np.float32))
+        return element.encode(rng.integers(-most, most + 1, shape).astype(np.float32))
 
     return Layer(element, draw(tokens, depth), draw(rows, depth), draw(rows) if bias else None, draw(tokens, rows))
 
@@ -110,7 +110,7 @@ def untouched(out: Output) -> bool:
 
 
 def eighths(layer: Layer) -> Layer:
-    """An integer layer with weights and bias an eighth: sums are small, so that no activation is flat, and still exact."""
+    """An integer layer (most=4) with weights and bias an eighth: sums are small, so that no activation is flat, and still exact."""
     element, eighth = layer.element, np.float32(0.125)
     bias = None if layer.bias is None else element.encode(element.decode(layer.bias) * eighth)
     return Layer(element, layer.x, element.encode(element.decode(layer.weight) * eighth), bias, layer.residual)

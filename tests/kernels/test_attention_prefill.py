@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from tests.kernels.device import Device
+from tests.kernels.device import Argument, Device
 from tests.kernels.elements import Bits, Element, poison
 from tests.kernels.paged import NO_BLOCK, Paged, Shape, bound, paged
 
@@ -56,7 +56,18 @@ def run(
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     out = poison(len(q), shape.heads * shape.head_dim)
     grid = (-(-max(counts[first_sequence:]) // TILE), shape.heads, len(counts) - first_sequence)
-    args = [q, held.cache, held.tables, starts, held.lengths, out, *held.arguments, shape.scale, window, first_sequence]
+    args: list[Argument] = [
+        q,
+        held.cache,
+        held.tables,
+        starts,
+        held.lengths,
+        out,
+        *held.arguments,
+        shape.scale,
+        window,
+        first_sequence,
+    ]
     name, shared_bytes = launch_of(element, shape, tier)
     device.run(STEM, name, grid, 128, args, shared_bytes, tier=tier)
     return out

@@ -171,7 +171,7 @@ def test_tokens_drawn_on_the_device_are_those_of_the_definition() -> None:
         SamplingRow(params, 11 + i, 3, row.request.prompt_ids, row.output_counts)
         for i, (params, row) in enumerate(zip(chosen, rows))
     ]
-    drawn = ours.run(step, asked)
+    drawn = ours.finish(ours.start(step, asked))
     for row in rows:
         row.computed = 0
     expected = sample_rows(ours.forward(step), asked, ours.program.output.sizes({"rows": 1})[1])
@@ -207,3 +207,27 @@ def test_a_step_smaller_than_its_bucket_is_padded_with_nothing_that_counts() -> 
 
     assert read("ids") == [5, 0, 0, 0] and read("slots.0") == [3 * BLOCK, -1, -1, -1]
     assert read("kv_lengths") == [1, 0, 0, 0] and read("block_tables.0")[:2] == [3, 1]
+
+
+def test_a_step_that_runs_ahead_draws_what_one_after_the_other_does() -> None:
+    source = opened("llama-gqa-tied-llama3-rope")
+    ours = cuda_model(source, BF16, "t80")
+    params = SamplingParams(temperature=0.8, top_p=0.95)
+
+    def draw(ahead: bool) -> list[list[int]]:
+        rows = [sequence(ours.program, [5 + i, 9, 30], i) for i in range(PLACES)]
+        for row in rows:
+            ours.forward(step_of([row], [3]))
+            row.token_ids.append(17)
+        found: list[list[int]] = []
+        pending = []
+        for count in range(4):
+            asked = [SamplingRow(params, 11 + i, 4 + count) for i in range(PLACES)]
+            pending.append(ours.start(step_of(rows, [1] * PLACES), asked, follows=ahead and count > 0))
+            if not ahead or count > 0:
+                found.append([one.token_id for one in ours.finish(pending.pop(0))])
+            for place, row in enumerate(rows):
+                row.token_ids.append(0 if ahead else found[-1][place])
+        return found + [[one.token_id for one in ours.finish(started)] for started in pending]
+
+    assert draw(ahead=True) == draw(ahead=False)

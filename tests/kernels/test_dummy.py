@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rvllm.model.dummy import Recipe, recipe, values_at
-from tests.kernels.device import Device
+from tests.kernels.device import Argument, Device
 from tests.kernels.elements import Bits, Element, poison
 
 STEM = "dummy"
@@ -22,7 +22,7 @@ RECIPES = [
 
 def run(device: Device, element: Element, made: Recipe, count: int, first: int = 0, blocks: int = 0) -> Bits:
     out = poison(count + SPARE)
-    args = [out, count, first, made.seed, made.centre, made.bits, made.unit]
+    args: list[Argument] = [out, count, first, made.seed, made.centre, made.bits, made.unit]
     device.run(STEM, f"dummy_{element.name}", (blocks or -(-count // 2048),), 256, args)
     assert np.all(out[count:] == 0xFFFF)
     return out[:count]

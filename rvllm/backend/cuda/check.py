@@ -5,17 +5,21 @@ Knows both backends' seams; it is what `doctor --check` runs, and how a wrong ke
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from rvllm.backend.cpu import define_op, load_weights
+from rvllm.backend.cpu import define_op
+from rvllm.backend.cuda.lower import LINEAR_TOKENS
 from rvllm.backend.cuda.model import CudaModel
 from rvllm.model.checkpoint import Checkpoint
 from rvllm.program.dtype import BF16, F16, F32, DType, Float32, round_to
-from rvllm.program.ops import Kind, Op, RopeKV, kernel_stem, parts, reads
-from rvllm.program.program import Step
+from rvllm.program.ops import Embedding, Kind, Linear, Norm, Op, RopeKV, Tensor, kernel_stem, parts, reads
+from rvllm.program.program import Step, joined_name
 
 ROUNDINGS = {F32: 2.0**-24, F16: 2.0**-11, BF16: 2.0**-8}
 """Half a unit in the last place, relative: one rounding to nearest."""
@@ -23,6 +27,8 @@ ROUNDINGS = {F32: 2.0**-24, F16: 2.0**-11, BF16: 2.0**-8}
 ALLOWED = 8.0
 """Roundings, of the largest value of a row, by which an op may differ: a fused op rounds up to three times, attention
 also its weights, and sums in another order round the other way."""
+
+_PIECE = 1 << 22  # elements rounded at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,35 +45,84 @@ class Difference:
 
 
 class Checker:
-    """Runs steps of a CUDA model op by op beside numpy."""
+    """Runs steps of a CUDA model op by op beside numpy. An op's weights are read when it is reached, and let go."""
 
     def __init__(self, model: CudaModel, checkpoint: Checkpoint) -> None:
         self._model = model
-        weights = load_weights(model.program, checkpoint, None)
-        self._weights = {name: round_to(values, model.dtype) for name, values in weights.items()}
+        self._checkpoint = checkpoint
+        readers = Counter(joined_name(segments) for op in model.program.ops for segments in _weights_of(op))
+        self._shared = {name for name, count in readers.items() if count > 1}  # the embedding, where it is the head
+        self._kept: dict[str, Float32] = {}
 
     def check(self, step: Step) -> list[Difference]:
         """Every op of the step in order; the model's caches then hold the step's tokens."""
-        found = []
+        return list(self.differences(step))
+
+    def differences(self, step: Step) -> Iterator[Difference]:
+        """The same, each as soon as it is known."""
         for op, run in self._model.one_by_one(step):
             inputs = {
                 tensor.name: self._model.read(tensor, step) for tensor in reads(op) if tensor.kind is not Kind.WEIGHT
             }
             run()
-            found.append(self._compare(op, inputs, step))
-        return found
+            yield self._compare(op, inputs, step)
 
     def _compare(self, op: Op, inputs: dict[str, Any], step: Step) -> Difference:
         values: dict[str, Any] = dict(inputs)
+        weights = {joined_name(segments): self._weight(segments) for segments in _weights_of(op)}
         for part in parts(op):
-            values[part.out.name] = define_op(part, values, self._weights, step)
+            values[part.out.name] = define_op(part, values, weights, step)
         out = parts(op)[-1].out
         worst = _roundings(self._model.read(out, step), values[out.name], out.dtype)
         for part in parts(op):
             if isinstance(part, RopeKV):  # it writes to the cache, too
                 written = self._model.read(part.cache, step)
                 worst = max(worst, _roundings(written, values[part.cache.name], part.cache.dtype))
-        return Difference(out.name, kernel_stem(op), worst)
+        return Difference(out.name, _kernel(op, step), worst)
+
+    def _weight(self, segments: tuple[Tensor, ...]) -> Float32:
+        """The segments' rows as one matrix, rounded as the device's are."""
+        name = joined_name(segments)
+        if name in self._kept:
+            return self._kept[name]
+        shapes = [segment.sizes({}) for segment in segments]
+        matrix = np.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=np.float32)
+        begin = 0
+        for segment, shape in zip(segments, shapes):
+            matrix[begin : begin + shape[0]] = self._checkpoint.read(segment.name)
+            begin += shape[0]
+        _round_in_place(matrix, self._model.dtype)
+        if name in self._shared:
+            self._kept[name] = matrix
+        return matrix
+
+
+def _kernel(op: Op, step: Step) -> str:
+    """The stem of the op's kernel at this step's size: products have one for few tokens, one for many."""
+    stem = kernel_stem(op)
+    few = step.sizes[str(op.out.shape[0])] <= LINEAR_TOKENS
+    return stem if few or not stem.startswith("linear") else stem.replace("linear", "gemm", 1)
+
+
+def _weights_of(op: Op) -> Iterator[tuple[Tensor, ...]]:
+    """What the op reads from the checkpoint: a tensor, or several whose rows make one matrix."""
+    for part in parts(op):
+        match part:
+            case Embedding():
+                yield (part.table,)
+            case Norm():
+                yield (part.weight,)
+            case Linear():
+                yield part.weights
+                if part.biases:
+                    yield part.biases
+
+
+def _round_in_place(values: Float32, dtype: DType) -> None:
+    """Round piece by piece: a large matrix leaves no room for temporaries of its size."""
+    rows = max(1, _PIECE // math.prod(values.shape[1:]))
+    for begin in range(0, len(values), rows):
+        values[begin : begin + rows] = round_to(values[begin : begin + rows], dtype)
 
 
 def _roundings(found: Float32, expected: Float32, dtype: DType) -> float:

@@ -1,12 +1,15 @@
 """One GPU, opened: memory, copies, launches and graphs on one stream. Knows addresses and bytes, not what they mean.
 
-The primary context is used, and is current only in the thread that made the `Context`: one thread drives one GPU.
+The primary context is used, and is current only in the thread that made the `Context`: one thread drives one GPU. What
+fails while a step runs is an EngineError, everything else a DeviceError.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
+import os
+import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rvllm.backend.cuda.driver import Gpu, binding, check, devices
-from rvllm.errors import DeviceError
+from rvllm.backend.cuda.driver import Gpu, binding, check, devices, driver_version
+from rvllm.errors import DeviceError, EngineError
 
 Bytes = npt.NDArray[np.uint8]
 Dimensions = tuple[int, ...]
@@ -33,11 +36,16 @@ _LOAD_HINTS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
-    """A function of a loaded module. `types`: its arguments as PTX types; `handle` is the driver's."""
+    """A function of a loaded module. `types`: its arguments as PTX types; `handle` is the driver's.
+
+    `overlaps`: its blocks may start before the launch before it has ended, since they wait for that themselves. Set for
+    a kernel without that wait, it would be a race.
+    """
 
     entry: str
     types: tuple[str, ...]
     handle: Any
+    overlaps: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,10 +56,14 @@ class Graph:
 
 
 class Context:
-    """The GPU `index` as CUDA numbers it. Raises DeviceError: no driver, no such GPU, out of memory."""
+    """The GPU `index` as CUDA numbers it, so among those that CUDA_VISIBLE_DEVICES leaves. `cuda`: another binding.
 
-    def __init__(self, index: int = 0) -> None:
-        self._cuda = cuda = binding()
+    Raises DeviceError: no driver, no such GPU, out of memory.
+    """
+
+    def __init__(self, index: int = 0, cuda: Any = None) -> None:
+        self._binding = cuda = cuda or binding()
+        self._process = os.getpid()
         gpus = devices(cuda)
         if index >= len(gpus):
             raise DeviceError(f"there is no GPU {index}, the driver shows {len(gpus)}", hint="see `nvidia-smi -L`")
@@ -64,7 +76,21 @@ class Context:
         attribute = cuda.CUdevice_attribute
         self.shared_bytes = self._attribute(attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
         self.multiprocessors = self._attribute(attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
+        self._overlap = cuda.CUlaunchAttribute()
+        self._overlap.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        self._overlap.value.programmaticStreamSerializationAllowed = 1
         self._packed: dict[tuple[str, ...], _Arguments] = {}
+
+    @property
+    def _cuda(self) -> Any:
+        """The binding. A forked child has no use for it: its calls would fail, or never return."""
+        if os.getpid() != self._process:
+            raise DeviceError(
+                f"process {os.getpid()} was forked from process {self._process}, which had opened {self.gpu.name}; "
+                "CUDA does not survive a fork",
+                hint="start processes with multiprocessing's spawn, or open the GPU only in the child",
+            )
+        return self._binding
 
     def _attribute(self, which: Any) -> int:
         return int(check("cuDeviceGetAttribute", self._cuda.cuDeviceGetAttribute(which, self._device)))
@@ -99,14 +125,14 @@ class Context:
         """Copy a contiguous array to the device; it may change once this returns."""
         assert array.flags.c_contiguous
         if array.nbytes:
-            check("cuMemcpyHtoD", self._cuda.cuMemcpyHtoD(address, array.ctypes.data, array.nbytes))
+            check("cuMemcpyHtoD", self._cuda.cuMemcpyHtoD(address, array.ctypes.data, array.nbytes), EngineError)
 
     def read(self, address: int, array: npt.NDArray[Any]) -> None:
         """Fill a contiguous array from the device, after everything launched so far."""
         assert array.flags.c_contiguous
         self.synchronize()
         if array.nbytes:
-            check("cuMemcpyDtoH", self._cuda.cuMemcpyDtoH(array.ctypes.data, address, array.nbytes))
+            check("cuMemcpyDtoH", self._cuda.cuMemcpyDtoH(array.ctypes.data, address, array.nbytes), EngineError)
 
     def pinned(self, nbytes: int) -> Bytes:
         """Page-locked host memory, (nbytes,) uint8, for copies beside the CPU's work; it lives as the context does."""
@@ -115,11 +141,11 @@ class Context:
 
     def copy_in(self, address: int, source: int, nbytes: int) -> None:
         """Copy from page-locked or registered host memory, in stream order."""
-        check("cuMemcpyHtoDAsync", self._cuda.cuMemcpyHtoDAsync(address, source, nbytes, self._stream))
+        check("cuMemcpyHtoDAsync", self._cuda.cuMemcpyHtoDAsync(address, source, nbytes, self._stream), EngineError)
 
     def copy_out(self, target: int, address: int, nbytes: int) -> None:
         """Copy to page-locked host memory, in stream order."""
-        check("cuMemcpyDtoHAsync", self._cuda.cuMemcpyDtoHAsync(target, address, nbytes, self._stream))
+        check("cuMemcpyDtoHAsync", self._cuda.cuMemcpyDtoHAsync(target, address, nbytes, self._stream), EngineError)
 
     def lock_pages(self, pages: tuple[int, int]) -> tuple[int, int] | None:
         """Page-lock (address, bytes), whole pages of a MAP_SHARED file mapping, so that the device copies from there.
@@ -142,22 +168,47 @@ class Context:
         cuda = self._cuda
         status, module = cuda.cuModuleLoadData(image)
         if int(status):
-            raise self._refusal(image, status)
+            # Again, this time with a buffer for what the compiler has to say.
+            log, options = self._compiler_log()
+            cuda.cuModuleLoadDataEx(image, len(options), list(options), list(options.values()))
+            raise self._refusal(image, status, log)
         return module
 
-    def _refusal(self, image: bytes, status: Any) -> DeviceError:
-        """Load again, this time with a buffer for what the compiler has to say."""
+    def compile(self, ptx: bytes) -> bytes:
+        """A cubin for this GPU from PTX text (zero-terminated). Raises DeviceError with the JIT compiler's words."""
         cuda = self._cuda
+        log, options = self._compiler_log()
+        created = cuda.cuLinkCreate(len(options), list(options), list(options.values()))
+        linker = check("cuLinkCreate", created)
+        try:
+            kind = cuda.CUjitInputType.CU_JIT_INPUT_PTX
+            (status,) = cuda.cuLinkAddData(linker, kind, ptx, len(ptx), b"kernel", 0, [], [])
+            if not int(status):
+                status, address, nbytes = cuda.cuLinkComplete(linker)
+            if int(status):
+                raise self._refusal(ptx, status, log)
+            return ctypes.string_at(int(address), int(nbytes))  # the linker's own memory
+        finally:
+            check("cuLinkDestroy", cuda.cuLinkDestroy(linker))
+
+    def _compiler_log(self) -> tuple[bytes, dict[Any, Any]]:
+        """Room for the JIT compiler's words, and the options that name it."""
         log = bytes(_LOG_BYTES)  # the binding hands its address to the driver, which writes into it
-        option = cuda.CUjit_option
-        options = [option.CU_JIT_ERROR_LOG_BUFFER, option.CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES]
-        cuda.cuModuleLoadDataEx(image, len(options), options, [log, _LOG_BYTES])
+        option = self._cuda.CUjit_option
+        return log, {option.CU_JIT_ERROR_LOG_BUFFER: log, option.CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES: _LOG_BYTES}
+
+    def _refusal(self, image: bytes, status: Any, log: bytes) -> DeviceError:
         name = getattr(status, "name", "an unknown CUresult")
         words = log.partition(b"\0")[0].decode("utf-8", "replace").strip()
-        message = f"the driver refuses a kernel: {name} ({int(status)})" + (f": {words}" if words else "")
-        return DeviceError(message, hint=_LOAD_HINTS.get(name))
+        said = f"the driver refuses a kernel: {name} ({int(status)})"
+        if needed := ptx_needs(image):
+            has = "CUDA {}.{} and compute capability {}.{}".format(
+                *driver_version(self._cuda), *self.gpu.compute_capability
+            )
+            said += f"; it needs {needed}, this machine has {has}"
+        return DeviceError(said + (f": {words}" if words else ""), hint=_LOAD_HINTS.get(name))
 
-    def kernel(self, module: Any, entry: str, types: tuple[str, ...]) -> Kernel:
+    def kernel(self, module: Any, entry: str, types: tuple[str, ...], *, overlaps: bool = False) -> Kernel:
         """A module's function, allowed all the shared memory that a block may have."""
         cuda = self._cuda
         handle = check(f"cuModuleGetFunction({entry})", cuda.cuModuleGetFunction(module, entry.encode()))
@@ -166,7 +217,7 @@ class Context:
         fixed = check(f"cuFuncGetAttribute({entry})", cuda.cuFuncGetAttribute(which, handle))
         which = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         check(f"cuFuncSetAttribute({entry})", cuda.cuFuncSetAttribute(handle, which, self.shared_bytes - fixed))
-        return Kernel(entry, types, handle)
+        return Kernel(entry, types, handle, overlaps)
 
     def launch_kernel(
         self, kernel: Kernel, grid: Dimensions, block: int, shared_bytes: int, values: Sequence[int | float]
@@ -177,15 +228,26 @@ class Context:
             arguments = self._packed[kernel.types] = _Arguments(kernel.types)
         x, y, z = (*grid, 1, 1)[:3]
         pointers = arguments.pack(values)
-        status = self._cuda.cuLaunchKernel(kernel.handle, x, y, z, block, 1, 1, shared_bytes, self._stream, pointers, 0)
+        cuda = self._cuda
+        if kernel.overlaps:
+            config = cuda.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ = x, y, z
+            config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+            config.sharedMemBytes, config.hStream = shared_bytes, self._stream
+            config.attrs, config.numAttrs = [self._overlap], 1
+            status = cuda.cuLaunchKernelEx(config, kernel.handle, pointers, 0)
+        else:
+            status = cuda.cuLaunchKernel(kernel.handle, x, y, z, block, 1, 1, shared_bytes, self._stream, pointers, 0)
         if int(status[0]):
-            check(f"cuLaunchKernel({kernel.entry}, grid {grid}, block {block}, {shared_bytes} bytes)", status)
+            check(
+                f"cuLaunchKernel({kernel.entry}, grid {grid}, block {block}, {shared_bytes} bytes)", status, EngineError
+            )
 
     # Order and time
 
     def synchronize(self) -> None:
-        """Wait for everything launched so far. Raises DeviceError where any of it failed."""
-        check("cuStreamSynchronize", self._cuda.cuStreamSynchronize(self._stream))
+        """Wait for everything launched so far. Raises EngineError where any of it failed."""
+        check("cuStreamSynchronize", self._cuda.cuStreamSynchronize(self._stream), EngineError)
 
     @contextmanager
     def capturing(self) -> Iterator[Callable[[], Graph]]:
@@ -205,8 +267,21 @@ class Context:
         finally:
             made.append(check("cuStreamEndCapture", cuda.cuStreamEndCapture(self._stream)))
 
+    def mark(self) -> Any:
+        """A mark behind everything launched so far, to wait for."""
+        cuda = self._cuda
+        flags = cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        event = check("cuEventCreate", cuda.cuEventCreate(flags), EngineError)
+        check("cuEventRecord", cuda.cuEventRecord(event, self._stream), EngineError)
+        return event
+
+    def wait(self, mark: Any) -> None:
+        """Wait until all before the mark is done; the mark is used up. Raises EngineError where any of it failed."""
+        check("cuEventSynchronize", self._cuda.cuEventSynchronize(mark), EngineError)
+        check("cuEventDestroy", self._cuda.cuEventDestroy(mark), EngineError)
+
     def replay(self, graph: Graph) -> None:
-        check("cuGraphLaunch", self._cuda.cuGraphLaunch(graph.handle, self._stream))
+        check("cuGraphLaunch", self._cuda.cuGraphLaunch(graph.handle, self._stream), EngineError)
 
     def seconds(self, work: Callable[[], None]) -> float:
         """Device time that `work`'s launches take, by events around them."""
@@ -236,6 +311,18 @@ class _Arguments:
         assert len(values) == self._count, (len(values), self._format)
         struct.pack_into(self._format, self._view, 0, *values)
         return int(self._addresses.ctypes.data)
+
+
+def ptx_needs(image: bytes) -> str | None:
+    """What PTX text asks of a machine by its .version and .target; None for a cubin.
+
+    PTX 7.0 to 8.5 came with CUDA 11.0 to 12.5, one minor version each (NVIDIA's PTX release notes).
+    """
+    head = re.search(rb"^\.version (\d+)\.(\d+)\s+\.target sm_(\d+)(\d)", image, re.MULTILINE)
+    if head is None:
+        return None
+    major, minor, *capability = map(int, head.groups())
+    return "CUDA {}.{} and compute capability {}.{}".format(major + 4, minor, *capability)
 
 
 def blocks_of(count: int, size: int) -> int:

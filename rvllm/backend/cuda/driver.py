@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from rvllm.errors import DeviceError
+from rvllm.errors import DeviceError, EngineError, RvllmError
 
 LIBRARY = "libcuda.so.1"
 OLDEST_CUDA = (12, 0)
@@ -20,7 +20,11 @@ OLDEST_CUDA = (12, 0)
 _NAME_BYTES = 256
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 _HIDING = "CUDA_VISIBLE_DEVICES"
+_LOST = "the GPU is lost to this process, start it again; `rvllm doctor --check MODEL` finds a kernel that is wrong"
 _HINTS = {
+    "CUDA_ERROR_NOT_INITIALIZED": "this process was forked from one that had used the GPU, and CUDA does not survive "
+    "that: start it with multiprocessing's spawn, or use --device cpu in it",
+    "CUDA_ERROR_ECC_UNCORRECTABLE": "the GPU's memory is faulty: see `nvidia-smi -q -d ECC`, and reset or replace it",
     "CUDA_ERROR_NO_DEVICE": "run `nvidia-smi`; in a container, start it with --gpus all",
     "CUDA_ERROR_STUB_LIBRARY": f"a toolkit's stub of {LIBRARY} was loaded: take its folder out of LD_LIBRARY_PATH",
     "CUDA_ERROR_DEVICE_UNAVAILABLE": "another process has the GPU for itself: see `nvidia-smi -q -d COMPUTE`",
@@ -71,12 +75,17 @@ def driver_version(cuda: Any = None) -> tuple[int, int]:
     return _version(number)
 
 
-def check(call: str, result: tuple[Any, ...]) -> Any:
-    """The value of a driver call's result, or None where it has none. Raises DeviceError with the CUresult's name."""
+def check(call: str, result: tuple[Any, ...], failure: type[RvllmError] = DeviceError) -> Any:
+    """The value of a driver call's result, or None where it has none. Raises `failure` with the CUresult's name.
+
+    EngineError is the failure of what a step does: launches, copies, waiting. Such an error comes back from every later
+    call, too, so there the way out is a new process.
+    """
     status, *values = result
     if int(status):
         name = getattr(status, "name", "an unknown CUresult")
-        raise DeviceError(f"{call} failed: {name} ({int(status)})", hint=_HINTS.get(name))
+        hint = _HINTS.get(name, _LOST if failure is EngineError else None)
+        raise failure(f"{call} failed: {name} ({int(status)})", hint=hint)
     return values[0] if values else None
 
 

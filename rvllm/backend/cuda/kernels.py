@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from rvllm.backend.cuda.compiled import module_loader
 from rvllm.backend.cuda.context import Context, Graph, Kernel
 from rvllm.backend.cuda.driver import driver_version, ptx_tier
 from rvllm.backend.cuda.lower import Launch
@@ -23,11 +24,15 @@ from rvllm.errors import DeviceError
 
 TIERS = ("t70", "t75", "t80", "t89", "t90", "t90a")
 FORCED_TIER = "RVLLM_TIER"
+OVERLAP_CUDA = (12, 3)  # older drivers do not keep the order of overlapping launches in a graph
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """One PTX file: `types` and `arguments` of each entry. `minimum_driver` is a branch number, 525 for R525."""
+    """One PTX file: `types` and `arguments` of each entry. `minimum_driver` is a branch number, 525 for R525.
+
+    `waits`: its kernels wait for the grid before them, so that they may be launched while that runs.
+    """
 
     stem: str
     tier: str
@@ -35,6 +40,7 @@ class Build:
     types: Mapping[str, tuple[str, ...]]
     arguments: Mapping[str, tuple[str, ...]]
     minimum_driver: int
+    waits: bool
 
 
 class Device(Protocol):
@@ -74,18 +80,25 @@ class Device(Protocol):
 
     def replay(self, graph: Graph) -> None: ...
 
+    def mark(self) -> Any: ...
+
+    def wait(self, mark: Any) -> None: ...
+
     def synchronize(self) -> None: ...
 
 
 class Gpu(Context):
     """A GPU with our kernels, each loaded when it is first launched."""
 
-    def __init__(self, index: int, warn: Callable[[str], None]) -> None:
-        super().__init__(index)
+    def __init__(self, index: int, warn: Callable[[str], None], cuda: Any = None) -> None:
+        super().__init__(index, cuda)
         self._warn = warn
         self._builds = read_manifest()
         forced = os.environ.get(FORCED_TIER)
-        self.tier = chosen_tier(self.gpu.compute_capability, driver_version(), forced)
+        capability, version = self.gpu.compute_capability, driver_version(self._cuda)
+        self._version = version
+        self.tier = chosen_tier(capability, version, forced)
+        self._loader = module_loader(self, capability, version, warn)
         self._modules: dict[str, tuple[Build, Any]] = {}
         self._kernels: dict[str, Kernel] = {}
 
@@ -112,13 +125,14 @@ class Gpu(Context):
         build, module = self._modules[stem]
         if entry not in build.types:
             raise DeviceError(f"{build.path} has no kernel {entry}", hint="rebuild it: python -m kernels_ptx.build")
-        return self.kernel(module, entry, build.types[entry])
+        overlaps = build.waits and self._version >= OVERLAP_CUDA
+        return self.kernel(module, entry, build.types[entry], overlaps=overlaps)
 
     def _load_module(self, stem: str) -> tuple[Build, Any]:
         builds = candidates(self._builds, stem, self.tier)
         for build in builds:
             try:
-                return build, self.load_image((_package() / build.path).read_bytes() + b"\0")
+                return build, self._loader.load((_package() / build.path).read_bytes() + b"\0")
             except DeviceError as refusal:
                 if build is builds[-1]:
                     raise
@@ -166,7 +180,9 @@ def _build(path: str, entry: Mapping[str, Any]) -> Build:
     }
     types = {name: tuple(kind for kind, _ in signature) for name, signature in signatures.items()}
     arguments = {name: tuple(argument for _, argument in signature) for name, signature in signatures.items()}
-    return Build(file.removesuffix(".ptx"), tier, path, types, arguments, entry["minimum_driver"])
+    return Build(
+        file.removesuffix(".ptx"), tier, path, types, arguments, entry["minimum_driver"], entry["griddepcontrol"]
+    )
 
 
 def _package() -> Any:

@@ -196,7 +196,10 @@ def _streaming(
     """linear.cu's launch: 16-row tiles of the weights, and parts of the depth where tiles are few."""
     most = next(size for size in (8, 16, 32, 64) if size >= tokens)
     split = _depth_parts(rows, depth)
-    tall = 2 if _covering(rows, 32) * split >= 2 * target.multiprocessors else 1
+    # Two tiles a block read x half as often, as long as there are blocks for three quarters of the GPU; few tokens of a
+    # short depth are read fast enough (benchmarks/LOG.md).
+    wide = _covering(rows, 32) * split * 4 >= 3 * target.multiprocessors
+    tall = 2 if wide and (tokens > 8 or depth >= 2048) else 1
     pieces = 2 * tall + most // 8
     shared = 4096 * pieces * min(6, 24 // pieces) if target.tensor_cores else 64 * tall * most
     grid = (_covering(rows, 16 * tall), split)
@@ -205,7 +208,7 @@ def _streaming(
 
 def _depth_parts(rows: int, depth: int) -> int:
     """How many blocks share a tile's depth. Part of the result's bits: a function of the weight's shape alone."""
-    return max(1, min(8, _covering(256, _covering(rows, 16)), depth // 2048))
+    return max(1, min(8, _covering(96, _covering(rows, 16)), depth // 2048))
 
 
 def _tiled(stem: str, entry: str, tokens: int, rows: int, arguments: tuple[int | float, ...], target: Target) -> Launch:

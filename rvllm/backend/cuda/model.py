@@ -48,9 +48,18 @@ class Prepared:
     by_op: tuple[tuple[Launch, ...], ...]
     graph: Graph | None
     addresses: Mapping[str, int]
-    host: Mapping[str, Int32]
+    hosts: tuple[Mapping[str, Int32], ...]
     logits: int
     rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A step on its way: `turn` says which of the host's buffers it uses, `mark` when it is through."""
+
+    rows: tuple[SamplingRow, ...]
+    turn: int
+    mark: Any
 
 
 class CudaModel:
@@ -79,11 +88,15 @@ class CudaModel:
         self._addresses: dict[str, int] = {}
         self._plans: dict[int, MemoryPlan] = {}
         self._prepared: dict[Bucket, Prepared] = {}
+        self._last: Prepared | None = None
+        self._turn = 0
         self._load(checkpoint, progress)
         self._allocate_caches()
         self._allocate_step_memory()
         vocab = program.output.sizes({"rows": 1})[1]
         self._sampler = DeviceSampler(device, rows=limits.sequences, vocab=vocab, vocab_limit=vocab_limit, eager=eager)
+
+    runs_ahead = True
 
     def forward(self, step: Step) -> Float32:
         """Logits (rows, vocab) float32 of the step's wanted rows; the caches then hold its tokens."""
@@ -93,15 +106,25 @@ class CudaModel:
         self._device.read(prepared.logits, logits)
         return logits
 
-    def run(self, step: Step, rows: Sequence[SamplingRow]) -> list[Sampled]:
-        """Compute one step and draw a token for each of its wanted rows, on the device."""
-        prepared = self._send(step)
-        self._sampler.send(rows, prepared.rows)
+    def start(self, step: Step, rows: Sequence[SamplingRow], *, follows: bool = False) -> Started:
+        """Start one step and the drawing of a token for each of its wanted rows.
+
+        follows: the step's ids are the tokens that the step started last is drawing for the same rows in the same
+        order; that step need not be finished, and `step.ids` is not looked at. At most one step may be unfinished then.
+        """
+        self._turn ^= 1
+        prepared = self._send(step, follows=follows)
+        self._sampler.send(rows, prepared.rows, self._turn)
         self._start(prepared)
-        if not rows:
-            self._device.synchronize()
-            return []
-        return self._sampler.sample(prepared.logits, rows, prepared.rows)
+        if rows:
+            ids = prepared.addresses["ids"]
+            self._sampler.sample(prepared.logits, ids, rows, prepared.rows, self._turn)
+        return Started(tuple(rows), self._turn, self._device.mark())
+
+    def finish(self, started: Started) -> list[Sampled]:
+        """The tokens of a started step, in the order of its rows. Raises EngineError where the step failed."""
+        self._device.wait(started.mark)
+        return self._sampler.take(started.rows, started.turn) if started.rows else []
 
     def one_by_one(self, step: Step) -> Iterator[tuple[Op, Callable[[], None]]]:
         """Send the step, then give each op with a function that runs it: between them memory can be read."""
@@ -137,12 +160,16 @@ class CudaModel:
             if size <= self._limits.sequences:
                 self._bucket(Bucket(size, size, size, size, 1))
 
-    def _send(self, step: Step) -> Prepared:
-        """Copy the step to the device."""
+    def _send(self, step: Step, *, follows: bool = False) -> Prepared:
+        """Copy the step to the device; if it follows another, all but the ids, which are there or will be."""
         prepared = self._bucket(self._bucket_of(step))
-        # The device is idle here: whoever started the step before has waited for its result.
-        fill(prepared.host, prepared.layout, step)
-        self._device.copy_in(self._step_block, self._host_block.ctypes.data, prepared.layout.nbytes)
+        assert not follows or prepared is self._last, "a step can only follow one of the same bucket"
+        self._last = prepared
+        host = self._host_blocks[self._turn]
+        fill(prepared.hosts[self._turn], prepared.layout, step)
+        skipped = prepared.layout.fields["positions"].offset if follows else 0
+        nbytes = prepared.layout.nbytes - skipped
+        self._device.copy_in(self._step_block + skipped, host.ctypes.data + skipped, nbytes)
         return prepared
 
     def _start(self, prepared: Prepared) -> None:
@@ -190,7 +217,7 @@ class CudaModel:
             by_op=by_op,
             graph=graph,
             addresses=places,
-            host=views(self._host_block, where),
+            hosts=tuple(views(block, where) for block in self._host_blocks),
             logits=places[self.program.output.name],
             rows=bucket.rows,
         )
@@ -229,7 +256,8 @@ class CudaModel:
         self._arena = self._device.allocate(max(self._plan(1 << power).nbytes for power in powers))
         block = layout(limits.tokens, limits.sequences, limits.sequences, len(self._blocks), limits.max_blocks)
         self._step_block = self._device.allocate(block.nbytes)
-        self._host_block = self._device.pinned(block.nbytes)
+        # Two, so that a step can be written while the one before is still being copied.
+        self._host_blocks = tuple(self._device.pinned(block.nbytes) for _ in range(2))
         nbytes, counters = workspace(self.program, limits.sequences)
         self._workspace = self._device.allocate(nbytes)
         self._counters = self._device.allocate(counters)

@@ -48,39 +48,46 @@ class DeviceSampler:
         self._workspace = device.allocate(rows * (49168 + 48 * slices + 4 * vocab))
         self._mask_words = -(-vocab // 32)
         self._masks = device.allocate(4 * rows * self._mask_words)
-        self._host = device.pinned(rows * (PARAMETER_BYTES + 8) + 256)
-        self._block = device.allocate(self._host.nbytes)
+        # Two of each on the host: one step is written or read while another is still on its way.
+        self._hosts = tuple(device.pinned(rows * (PARAMETER_BYTES + 8) + 256) for _ in range(2))
+        self._block = device.allocate(self._hosts[0].nbytes)
         self._results = _Results(device, rows)
-        self._graphs: dict[tuple[int, int, bool], Graph | None] = {}
-        self._sent: object = None
+        self._graphs: dict[tuple[int, int, int, bool], Graph | None] = {}
+        self._written: list[object] = [None, None]  # what each host block holds
+        self._sent: object = None  # what the device's block holds
         self._has_edits = False
         self._edit_room = 0
         self._edits: tuple[int, ...] = ()
         self._make_room(_FIRST_EDITS)
 
-    def sample(self, logits: int, rows: Sequence[SamplingRow], bucket: int) -> list[Sampled]:
-        """The tokens of `rows`; their logits are the first rows of the bucket's, at `logits`.
+    def sample(self, logits: int, next_ids: int, rows: Sequence[SamplingRow], bucket: int, turn: int) -> None:
+        """Start drawing; the rows' logits are the first of the bucket's, at `logits`. `send` was called for them.
 
-        Rows of padding are greedy over whatever lies there, and are not looked at. `send` was called for the same rows.
-        Raises EngineError as rvllm.sampling.sampler.sample_rows does.
+        The tokens also go to `next_ids` (bucket,) i32. Rows of padding are greedy over whatever lies there.
         """
         full = any(not row.params.greedy or row.params.logprobs for row in rows)
-        self._run(logits, bucket, full)
-        return self._results.take(rows, bucket)
+        self._run(logits, next_ids, bucket, full)
+        self._results.copy_out(turn, listed=any(row.params.logprobs for row in rows))
 
-    def send(self, rows: Sequence[SamplingRow], bucket: int) -> None:
-        """Copy what the rows ask for, before the step that makes their logits is started; only what has changed."""
+    def take(self, rows: Sequence[SamplingRow], turn: int) -> list[Sampled]:
+        """The tokens, once the device is through. Raises EngineError as sampling.sampler.sample_rows does."""
+        return self._results.take(rows, turn)
+
+    def send(self, rows: Sequence[SamplingRow], bucket: int, turn: int) -> None:
+        """Copy what the rows ask for, before the step that makes their logits is started; only what has changed.
+
+        Edits are copied at once: with any, the device must be idle.
+        """
         key = (bucket, [(row.params, row.seed) for row in rows])
-        changed = key != self._sent
-        if changed:
+        host, nbytes = self._hosts[turn], PARAMETER_BYTES * bucket
+        if key != self._written[turn]:
+            self._written[turn] = key
+            host[:nbytes] = parameter_arrays(rows, bucket)
+        if key != self._sent or not all(row.params.greedy for row in rows):
             self._sent = key
-            parameters = parameter_arrays(rows, bucket)
-            self._host[: parameters.nbytes] = parameters
-        if changed or not all(row.params.greedy for row in rows):
-            nbytes = PARAMETER_BYTES * bucket
-            positions = self._host[nbytes : nbytes + 4 * bucket].view(np.uint32)
+            positions = host[nbytes : nbytes + 4 * bucket].view(np.uint32)
             positions[: len(rows)] = [row.position for row in rows]
-            self._device.copy_in(self._block, self._host.ctypes.data, nbytes + 4 * bucket)
+            self._device.copy_in(self._block, host.ctypes.data, nbytes + 4 * bucket)
         self._send_edits(rows, bucket)
 
     def _send_edits(self, rows: Sequence[SamplingRow], bucket: int) -> None:
@@ -117,26 +124,25 @@ class DeviceSampler:
         bits[list(allowed)] = 1
         return np.packbits(bits, bitorder="little").view(np.uint32)
 
-    def _run(self, logits: int, bucket: int, full: bool) -> None:
-        launches = self._launches(logits, bucket, full)
-        key = (logits, bucket, full)
+    def _run(self, logits: int, next_ids: int, bucket: int, full: bool) -> None:
+        key = (logits, next_ids, bucket, full)
         if not self._eager and key not in self._graphs:
-            self._graphs[key] = self._device.capture(launches)
+            self._graphs[key] = self._device.capture(self._launches(logits, next_ids, bucket, full))
         graph = self._graphs.get(key)
         if graph is not None:
             self._device.replay(graph)
             return
-        for launch in launches:
+        for launch in self._launches(logits, next_ids, bucket, full):
             self._device.launch(launch)
 
-    def _launches(self, logits: int, rows: int, full: bool) -> list[Launch]:
+    def _launches(self, logits: int, next_ids: int, rows: int, full: bool) -> list[Launch]:
         slices = -(-self._limit // SLICE)
         starts, ids, counts, flags, bias = self._edits
         parameters, positions = self._block, self._block + PARAMETER_BYTES * rows
         sizes = (rows, self._vocab, self._limit)
         edited = (logits, parameters, starts, ids, counts, flags, bias, self._masks, self._workspace, *sizes)
         results = self._results
-        finish = (logits, parameters, self._workspace, results.tokens, results.next_ids, results.logprobs, *sizes)
+        finish = (logits, parameters, self._workspace, results.tokens, next_ids, results.logprobs, *sizes)
         prepare = Launch("sample", "sample_prepare", (slices, rows), 256, 0, edited)
         last = Launch("sample", "sample_finish", (rows,), 32, 0, finish)
         if not full:
@@ -153,27 +159,28 @@ class DeviceSampler:
 
 
 class _Results:
-    """Where the kernels leave tokens and log-probabilities, and the host's copy of it."""
+    """Where the kernels leave tokens and log-probabilities, and the host's two copies of it."""
 
     def __init__(self, device: Device, rows: int) -> None:
         self._device = device
-        words = rows * (3 + 2 * MOST_LOGPROBS)
+        words = rows * (2 + 2 * MOST_LOGPROBS)
         self._start = device.allocate(4 * words)
-        self._host = device.pinned(4 * words).view(np.int32)
+        self._hosts = tuple(device.pinned(4 * words).view(np.int32) for _ in range(2))
         self._rows = rows
         self.tokens = self._start
         self.logprobs = self._start + 4 * rows
         self.top_ids = self._start + 8 * rows
         self.top_logprobs = self.top_ids + 4 * rows * MOST_LOGPROBS
-        self.next_ids = self.top_logprobs + 4 * rows * MOST_LOGPROBS
 
-    def take(self, rows: Sequence[SamplingRow], bucket: int) -> list[Sampled]:
-        listed = any(row.params.logprobs for row in rows)
-        self._device.copy_out(self._host.ctypes.data, self._start, self._host.nbytes if listed else 8 * self._rows)
-        self._device.synchronize()
-        tokens = self._host[: self._rows]
-        logprobs = self._host[self._rows : 2 * self._rows].view(np.float32)
-        tops = self._host[2 * self._rows :]
+    def copy_out(self, turn: int, *, listed: bool) -> None:
+        host = self._hosts[turn]
+        self._device.copy_out(host.ctypes.data, self._start, host.nbytes if listed else 8 * self._rows)
+
+    def take(self, rows: Sequence[SamplingRow], turn: int) -> list[Sampled]:
+        host = self._hosts[turn]
+        tokens = host[: self._rows]
+        logprobs = host[self._rows : 2 * self._rows].view(np.float32)
+        tops = host[2 * self._rows :]
         top_ids = tops[: self._rows * MOST_LOGPROBS].reshape(self._rows, MOST_LOGPROBS)
         top_logprobs = tops[self._rows * MOST_LOGPROBS : 2 * self._rows * MOST_LOGPROBS].view(np.float32)
         top_logprobs = top_logprobs.reshape(self._rows, MOST_LOGPROBS)

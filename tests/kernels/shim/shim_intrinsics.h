@@ -274,4 +274,5 @@ void wait_copies() {
 }
 
 DEVICE void wait_for_previous_grid() {}
+DEVICE void begin_grid() {}
 DEVICE void start_next_grid() {}

@@ -1,0 +1,89 @@
+"""Run every test that needs a GPU, and write down what ran where: benchmarks/results/gpu_tests.json.
+
+    python tests/gpu/run.py [pytest's arguments]          RVLLM_TIER=t70 python tests/gpu/run.py
+
+The result is kept by tier, so that a run with a forced tier stands beside the others. Exits as pytest does; with 1 too
+where nothing ran.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "gpu_tests.json"
+
+
+class Counts:
+    """A pytest plugin: how each test ended, and the reasons of those that were skipped."""
+
+    def __init__(self) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self.skipped: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            self.outcomes["error" if report.failed and report.when != "call" else report.outcome] += 1
+        if report.skipped and isinstance(report.longrepr, tuple):
+            self.skipped[report.longrepr[2].removeprefix("Skipped: ")] += 1
+
+
+def machine() -> dict[str, Any]:
+    """The GPU, its driver and the tier in use. Raises DeviceError where there is none."""
+    from rvllm.backend.cuda.driver import driver_version
+    from rvllm.backend.cuda.kernels import Gpu
+    from rvllm.cli.machine import nvidia
+
+    gpu = Gpu(0, print)
+    version = "{}.{}".format(*driver_version())
+    return {"device": gpu.gpu.name, "driver": nvidia()["driver"], "cuda": version, "tier": gpu.tier}
+
+
+def commit() -> str | None:
+    """The commit that is checked out, marked where files differ from it; None where git does not know."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40"], cwd=ROOT, capture_output=True, text=True
+        )
+    except OSError:
+        return None
+    return done.stdout.strip() or None
+
+
+def record(facts: dict[str, Any]) -> None:
+    """Put a run's facts beside those of other tiers."""
+    kept = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    kept[facts["tier"]] = facts
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    RESULTS.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    facts = machine()
+    counts = Counts()
+    begin_s = time.monotonic()
+    code = int(pytest.main(["-m", "gpu", "--rootdir", str(ROOT), str(ROOT / "tests"), *sys.argv[1:]], [counts]))
+    facts |= {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": commit(),
+        "seconds": round(time.monotonic() - begin_s, 1),
+        "counts": dict(counts.outcomes),
+        "skipped": dict(counts.skipped),
+    }
+    record(facts)
+    print(json.dumps(facts))
+    return code or int(not counts.outcomes["passed"])
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    sys.exit(main())

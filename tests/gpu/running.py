@@ -1,0 +1,112 @@
+"""What the whole-model tests share: models on both backends, and how far roundings take logits. Asserts nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rvllm import LLM
+from rvllm.backend.cpu import CpuModel
+from rvllm.backend.cuda.kernels import Device
+from rvllm.backend.cuda.lower import FUSIONS
+from rvllm.backend.cuda.model import CudaModel, StepLimits
+from rvllm.engine.block_pool import blocks_for
+from rvllm.engine.request import Request, Sequence
+from rvllm.engine.scheduler import Chunk
+from rvllm.engine.step import build_step
+from rvllm.model.files import ModelFiles
+from rvllm.model.source import Source, open_source, record, weights_for
+from rvllm.program.dtype import DType, Float32
+from rvllm.program.fuse import fuse
+from rvllm.program.program import Program
+from rvllm.sampling.params import SamplingParams
+
+REFERENCE = Path(__file__).parents[1] / "reference"
+CASES = sorted(folder.name for folder in REFERENCE.iterdir() if (folder / "reference.npz").exists())
+BOTH = ["shim", pytest.param("cuda", marks=pytest.mark.gpu)]
+ON_GPU = [pytest.param("cuda", marks=pytest.mark.gpu)]
+BLOCK, PLACES = 16, 8
+
+MARGIN = 4.0
+"""Two ways of rounding the same sums are each about as far from float32 as the other, so up to twice that apart; and
+of two tokens' logits one may move up and the other down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A device with its name, "shim" | "cuda", and the Python API on it."""
+
+    name: str
+    device: Device
+
+    def llm(self, folder: Path, **settings: Any) -> LLM:
+        """A model with small steps, so that prompts are read in pieces."""
+        sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 96, "prefill_chunk": 32, "kv_cache_memory_bytes": 4 << 20}
+        return LLM(str(folder), device="cuda", warn=lambda message: None, **(sizes | settings))
+
+
+def on_devices(cases: list[str], on_host: list[str]) -> list[Any]:
+    """(backend, case) pairs: all cases on a GPU, some on the host, where kernels take seconds."""
+    gpu = [pytest.param("cuda", case, marks=pytest.mark.gpu) for case in cases]
+    return [*(("shim", case) for case in on_host), *gpu]
+
+
+def opened(path: Path) -> Source:
+    """A folder or a GGUF file, opened."""
+    return open_source(ModelFiles(path.name, path), warn=lambda message: None)
+
+
+def prompts(case: str) -> list[list[int]]:
+    with np.load(REFERENCE / case / "reference.npz") as stored:
+        return [stored[name].tolist() for name in sorted(stored) if name.startswith("prompt_")]
+
+
+def cuda_model(source: Source, dtype: DType, device: Device, length: int = 64, *, eager: bool = False) -> CudaModel:
+    program = fuse(record(source, dtype=dtype, kv_dtype=dtype, max_length=length), FUSIONS)
+    return CudaModel(
+        program,
+        weights_for(source, program),
+        device,
+        limits=StepLimits(128, PLACES, blocks_for(length, BLOCK)),
+        blocks=(PLACES * blocks_for(length, BLOCK),) * len(program.cache_groups),
+        block_size=BLOCK,
+        vocab_limit=source.config.vocab_size,
+        eager=eager,
+    )
+
+
+def cpu_model(source: Source, dtype: DType, length: int = 64) -> CpuModel:
+    program = record(source, dtype=dtype, kv_dtype=dtype, max_length=length)
+    blocks = (PLACES * blocks_for(length, BLOCK),) * len(program.cache_groups)
+    return CpuModel(program, weights_for(source, program), blocks=blocks, block_size=BLOCK)
+
+
+def sequence(program: Program, prompt: list[int], place: int = 0, length: int = 64) -> Sequence:
+    """Its blocks lie scattered in the pool, apart from those of other places."""
+    numbers = PLACES * np.arange(blocks_for(length, BLOCK), dtype=np.int32)[::-1] + np.int32(place)
+    request = Request(str(place), tuple(prompt), SamplingParams(), 0)
+    return Sequence(request, length, (numbers,) * len(program.cache_groups), list(prompt))
+
+
+def forward(model: CudaModel | CpuModel, *rows: Sequence) -> Float32:
+    """Logits after everything that the rows have pending, one row each."""
+    chunks = sorted((Chunk(row, row.pending) for row in rows), key=lambda chunk: chunk.tokens > 1)
+    logits = model.forward(build_step(chunks, BLOCK))
+    for chunk in chunks:
+        chunk.sequence.computed += chunk.tokens
+    return logits
+
+
+def cpu_logits(source: Source, dtype: DType, prompt: list[int], output: list[int], length: int) -> Float32:
+    """(len(output), vocab): the logits from which each token of `output` was to be drawn, given those before it."""
+    model = cpu_model(source, dtype, length)
+    row = sequence(model.program, prompt, length=length)
+    found = []
+    for token in output:
+        found.append(forward(model, row)[0])
+        row.token_ids.append(token)
+    return np.stack(found)

@@ -1,0 +1,102 @@
+"""Weights on the device are numpy's bytes: copied as they lie, or expanded there, from every kind of file."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rvllm.backend.cuda import weights
+from rvllm.backend.cuda.model import CudaModel
+from rvllm.model.checkpoint import Checkpoint, FileCheckpoint
+from rvllm.model.source import Source, weights_for
+from rvllm.program.dtype import BF16, F16, DType, Float32, f32_to_bf16
+from rvllm.program.program import matrices
+from tests.fixtures.gguf_files import llama_gguf
+from tests.fixtures.models import Shape, random_model
+from tests.gpu.running import BOTH, Backend, cuda_model, opened
+
+SMALL = {"hidden": 64, "intermediate": 96, "heads": 2, "kv_heads": 1}
+
+
+def bits(values: Float32, dtype: DType) -> np.ndarray:
+    """Values rounded to the dtype, as the 16 bits that it stores."""
+    return f32_to_bf16(values) if dtype is BF16 else values.astype(np.float16).view(np.uint16)
+
+
+def on_device(model: CudaModel) -> dict[str, np.ndarray]:
+    """Every matrix's 16-bit elements, by joined name."""
+    found = {}
+    for name, segments in matrices(model.program).items():
+        rows = sum(segment.sizes({})[0] for segment in segments)
+        found[name] = np.empty((rows, *segments[0].sizes({})[1:]), dtype=np.uint16)
+        model._device.read(model._addresses[name], found[name])
+    return found
+
+
+def assert_loaded(source: Source, dtype: DType, backend: Backend) -> CudaModel:
+    model = cuda_model(source, dtype, backend.device)
+    checkpoint: Checkpoint = weights_for(source, model.program)
+    for name, found in on_device(model).items():
+        segments = matrices(model.program)[name]
+        expected = np.concatenate([bits(checkpoint.read(segment.name), dtype) for segment in segments])
+        assert np.array_equal(found, expected), name
+    return model
+
+
+@pytest.mark.parametrize("backend", BOTH, indirect=True)
+@pytest.mark.parametrize("stored", ["BF16", "F16", "F32"])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_safetensors_of_every_dtype_arrive_rounded_once(
+    stored: str, dtype: DType, backend: Backend, tmp_path: Path
+) -> None:
+    random_model(tmp_path, Shape(**SMALL, dtype=stored), shards=2)
+    assert_loaded(opened(tmp_path), dtype, backend)
+
+
+@pytest.mark.parametrize("backend", BOTH, indirect=True)
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_gguf_blocks_are_expanded_and_rows_put_back_in_order(dtype: DType, backend: Backend, tmp_path: Path) -> None:
+    plain = llama_gguf(tmp_path / "m.gguf")
+    model = assert_loaded(opened(tmp_path / "m.gguf"), dtype, backend)
+    for name, values in plain.items():  # by their own order, apart from the product's reader
+        joined = next(key for key in matrices(model.program) if name in key.split("+"))
+        segments = matrices(model.program)[joined]
+        begin = sum(s.sizes({})[0] for s in segments[: [s.name for s in segments].index(name)])
+        found = on_device(model)[joined][begin : begin + len(values)]
+        assert np.array_equal(found, bits(values.astype(np.float32), dtype)), name
+
+
+@pytest.mark.parametrize("backend", BOTH, indirect=True)
+@pytest.mark.parametrize("window", [1, 5000, 100_000])
+def test_a_file_larger_than_a_window_arrives_whole(
+    window: int, backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked: list[tuple[int, int] | None] = []
+    original = type(backend.device).lock_pages
+
+    def lock(self: object, pages: tuple[int, int]) -> tuple[int, int] | None:
+        locked.append(original(self, pages))  # type: ignore[arg-type]
+        return locked[-1]
+
+    monkeypatch.setattr(type(backend.device), "lock_pages", lock)
+    monkeypatch.setattr(weights, "WINDOW_BYTES", window)
+    random_model(tmp_path, Shape(**SMALL), shards=2)
+    source = opened(tmp_path)
+    assert_loaded(source, BF16, backend)
+    assert len(locked) >= (3 if window == 100_000 else 10)
+    assert isinstance(source.checkpoint, FileCheckpoint)
+    offsets = {info.offset % mmap.PAGESIZE for info in source.checkpoint.tensors.values()}
+    assert offsets - {0}  # tensors begin in the middle of a page
+    assert any(data.nbytes % mmap.PAGESIZE for data in source.checkpoint.mappings.values())
+
+
+@pytest.mark.parametrize("backend", BOTH, indirect=True)
+def test_pages_that_the_driver_will_not_lock_are_copied_all_the_same(
+    backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(backend.device), "lock_pages", lambda self, pages: None)
+    random_model(tmp_path, Shape(**SMALL))
+    assert_loaded(opened(tmp_path), BF16, backend)
