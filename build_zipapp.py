@@ -55,7 +55,13 @@ PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(28, 4, -1)] + ["ma
 
 # What we ship of our own packages: the wheel's files, without the kernels' sources.
 OWN_PACKAGES = ("rvllm", "kernels_ptx")
-OWN_FILES = ("rvllm/*.py", "rvllm/py.typed", "kernels_ptx/__init__.py", "kernels_ptx/manifest.json", "kernels_ptx/ptx/*.ptx")
+OWN_FILES = (
+    "rvllm/*.py",
+    "rvllm/py.typed",
+    "kernels_ptx/__init__.py",
+    "kernels_ptx/manifest.json",
+    "kernels_ptx/ptx/*.ptx",
+)
 
 UNUSED = (
     *("*.pyi", "*.pyx", "*.pxd", "*.pxi", "*.in", "*.c", "*.h", "*.a", "*/tests/*", "*.dist-info/*", "*/py.typed"),

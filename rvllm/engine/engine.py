@@ -57,9 +57,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step that the model has started: the sequences that get a token from it, in the order of its rows."""
+    """A step that the model has started: the sequences that get a token from it, in the order of its rows.
+
+    decodes: whether that is all it does, one token of each.
+    """
 
     sequences: tuple[Sequence, ...]
+    decodes: bool
     started: Any
 
     def holds(self, sequence: Sequence) -> bool:
@@ -136,15 +140,17 @@ class Engine:
         rows = [self._sampling_row(sequence, 0) for sequence in finished]
         for chunk in chunks:
             chunk.sequence.computed += chunk.tokens
-        return Flight(finished, self._model.start(step, rows))
+        return Flight(finished, step.decode_tokens == len(finished) == len(step.ids), self._model.start(step, rows))
 
     def _follow(self, flight: Flight) -> Flight | None:
         """Start the step after `flight` on the tokens that it is drawing, where that is sure to be what comes next.
 
-        Not so when a request waits, a prompt is still read, a sequence is about to reach its length, or what may be
-        drawn depends on the tokens before.
+        Not so when a request waits, a prompt was read, a sequence is about to reach its length, or what may be drawn
+        depends on the tokens before.
         """
-        if not self._model.runs_ahead or self._waiting or len(flight.sequences) != len(self._running):
+        if not self._model.runs_ahead or not flight.decodes or self._waiting:
+            return None
+        if len(flight.sequences) != len(self._running):
             return None
         if any(len(sequence.token_ids) + 1 >= sequence.limit for sequence in flight.sequences):
             return None
@@ -153,11 +159,9 @@ class Engine:
             return None
         chunks = [Chunk(sequence, 1) for sequence in flight.sequences]
         step = build_step(chunks, self.limits.block_size)
-        if len(step.rows) != len(chunks) or any(sequence.pending for sequence in flight.sequences):
-            return None
         for sequence in flight.sequences:
             sequence.computed += 1
-        return Flight(flight.sequences, self._model.start(step, rows, follows=True))
+        return Flight(flight.sequences, True, self._model.start(step, rows, follows=True))
 
     def _land(self, flight: Flight) -> list[TokenEvent]:
         """Read a step's tokens."""

@@ -162,7 +162,9 @@ def test_a_bare_python_generates_with_it(archive: Path, cache: Path, tmp_path: P
     model = chain_model(tmp_path / "model", ["Paris", ".", EOS])
     bare = [sys.executable, "-I", "-S"]
     assert run(*bare, "-c", "import numpy").returncode != 0  # nothing but the standard library
-    result = run(*bare, archive, "generate", "Capital of France?", "--model", model.folder, "--device", "cpu", cache=cache)
+    result = run(
+        *bare, archive, "generate", "Capital of France?", "--model", model.folder, "--device", "cpu", cache=cache
+    )
     assert (result.stdout, result.returncode) == ("Paris.\n", 0), result.stderr
 
 

@@ -37,7 +37,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return Backend("shim", host)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def gpu() -> Gpu:
     """The GPU, for what the host cannot stand in for."""
     found = gpu_or_reason()

@@ -20,6 +20,14 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from rvllm.backend.cuda.driver import driver_version  # noqa: E402
+from rvllm.backend.cuda.kernels import Gpu  # noqa: E402
+from rvllm.cli.machine import nvidia  # noqa: E402
+from rvllm.errors import DeviceError  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_tests.json"
 
 
@@ -39,10 +47,6 @@ class Counts:
 
 def machine() -> dict[str, Any]:
     """The GPU, its driver and the tier in use. Raises DeviceError where there is none."""
-    from rvllm.backend.cuda.driver import driver_version
-    from rvllm.backend.cuda.kernels import Gpu
-    from rvllm.cli.machine import nvidia
-
     gpu = Gpu(0, print)
     version = "{}.{}".format(*driver_version())
     return {"device": gpu.gpu.name, "driver": nvidia()["driver"], "cuda": version, "tier": gpu.tier}
@@ -68,7 +72,11 @@ def record(facts: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    facts = machine()
+    try:
+        facts = machine()
+    except DeviceError as reason:
+        print(f"nothing was run: {reason}", file=sys.stderr)
+        return 1
     counts = Counts()
     begin_s = time.monotonic()
     code = int(pytest.main(["-m", "gpu", "--rootdir", str(ROOT), str(ROOT / "tests"), *sys.argv[1:]], [counts]))
@@ -85,5 +93,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     sys.exit(main())

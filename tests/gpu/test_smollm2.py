@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from rvllm import LLM, SamplingParams
+from rvllm.backend.cuda.kernels import Gpu
 from rvllm.engine.load import gpu_dtype
+from rvllm.errors import ModelNotFound
 from rvllm.model.files import locate
 from rvllm.model.source import open_source
 from rvllm.program.dtype import F32
@@ -22,8 +24,11 @@ SAMPLES = json.loads((Path(__file__).parents[1] / "reference" / "smollm2.json").
 
 
 @pytest.fixture(scope="module")
-def llm() -> LLM:
-    return LLM("smollm2", device="cuda", max_model_len=512)
+def llm(gpu: Gpu) -> LLM:
+    try:
+        return LLM("smollm2", device="cuda", max_model_len=512)
+    except ModelNotFound as reason:  # a machine with a GPU is often one without a network
+        pytest.skip(str(reason))
 
 
 def assert_roundings_explain(sample: dict[str, Any], place: int, ours: int) -> str:

@@ -59,7 +59,8 @@ class CudaMemory:
         self._context.synchronize()
 
     def _kernel(self, stem: str, entry: str, tier: str) -> Kernel:
-        path = f"ptx/{tier}/{stem}.ptx"
+        built = [name for name in shim.tiers_of(stem) if name <= tier]
+        path = f"ptx/{built[-1]}/{stem}.ptx"
         if (path, entry) not in self._kernels:
             root = next(root for root in ROOTS if (root / path).exists())
             facts = json.loads((root / "manifest.json").read_text())["files"][path]["entries"][entry]

@@ -50,9 +50,6 @@ class HostDevice:
     def copy_in(self, address: int, source: int, nbytes: int) -> None:
         ctypes.memmove(address, source, nbytes)
 
-    def copy_out(self, target: int, address: int, nbytes: int) -> None:
-        ctypes.memmove(target, address, nbytes)
-
     def lock_pages(self, pages: tuple[int, int]) -> tuple[int, int] | None:
         assert pages[0] % 4096 == 0 and pages[1] % 4096 == 0, pages
         return pages

@@ -102,6 +102,8 @@ IN_STEPS: dict[str, Callable[[Gpu], object]] = {
     "cuMemcpyDtoH": lambda gpu: gpu.read(256, np.zeros(4, np.int32)),
     "cuMemcpyHtoDAsync": lambda gpu: gpu.copy_in(256, 512, 4),
     "cuMemcpyDtoHAsync": lambda gpu: gpu.copy_out(512, 256, 4),
+    "cuEventRecord": lambda gpu: gpu.mark(),
+    "cuEventSynchronize": lambda gpu: gpu.wait(1),
     "cuGraphLaunch": lambda gpu: gpu.replay(Graph(1)),
     "cuLaunchKernel": lambda gpu: gpu.launch_kernel(Kernel("norm_bf16", ("u64",), 7, False), (1,), 32, 0, (1,)),
 }

@@ -40,7 +40,7 @@ class TableModel:
         self.unfinished += 1
         assert self.unfinished <= 1 + follows
         if follows:  # the ids that the engine does not know yet
-            assert self.runs_ahead and len(self.drawn) == len(step.ids)
+            assert self.runs_ahead and len(self.drawn) == len(step.ids) == len(self.steps[-1].ids)
             step = replace(step, ids=self.drawn)
         self.steps.append(step)
         logits = np.zeros((len(step.rows), VOCAB), dtype=np.float32)

@@ -143,10 +143,6 @@ class Context:
         """Copy from page-locked or registered host memory, in stream order."""
         check("cuMemcpyHtoDAsync", self._cuda.cuMemcpyHtoDAsync(address, source, nbytes, self._stream), EngineError)
 
-    def copy_out(self, target: int, address: int, nbytes: int) -> None:
-        """Copy to page-locked host memory, in stream order."""
-        check("cuMemcpyDtoHAsync", self._cuda.cuMemcpyDtoHAsync(target, address, nbytes, self._stream), EngineError)
-
     def lock_pages(self, pages: tuple[int, int]) -> tuple[int, int] | None:
         """Page-lock (address, bytes), whole pages of a MAP_SHARED file mapping, so that the device copies from there.
 

@@ -51,8 +51,9 @@ class DeviceSampler:
         # Two of each on the host: one step is written or read while another is still on its way.
         self._hosts = tuple(device.pinned(rows * (PARAMETER_BYTES + 8) + 256) for _ in range(2))
         self._block = device.allocate(self._hosts[0].nbytes)
-        self._results = _Results(device, rows)
-        self._graphs: dict[tuple[int, int, int, bool], Graph | None] = {}
+        words = rows * (2 + 2 * MOST_LOGPROBS)
+        self._results = tuple(Results(device.pinned(4 * words).view(np.int32), rows) for _ in range(2))
+        self._graphs: dict[tuple[int, int, int, int, bool], Graph | None] = {}
         self._written: list[object] = [None, None]  # what each host block holds
         self._sent: object = None  # what the device's block holds
         self._has_edits = False
@@ -66,12 +67,11 @@ class DeviceSampler:
         The tokens also go to `next_ids` (bucket,) i32. Rows of padding are greedy over whatever lies there.
         """
         full = any(not row.params.greedy or row.params.logprobs for row in rows)
-        self._run(logits, next_ids, bucket, full)
-        self._results.copy_out(turn, listed=any(row.params.logprobs for row in rows))
+        self._run(logits, next_ids, bucket, turn, full)
 
     def take(self, rows: Sequence[SamplingRow], turn: int) -> list[Sampled]:
         """The tokens, once the device is through. Raises EngineError as sampling.sampler.sample_rows does."""
-        return self._results.take(rows, turn)
+        return self._results[turn].take(rows)
 
     def send(self, rows: Sequence[SamplingRow], bucket: int, turn: int) -> None:
         """Copy what the rows ask for, before the step that makes their logits is started; only what has changed.
@@ -124,24 +124,24 @@ class DeviceSampler:
         bits[list(allowed)] = 1
         return np.packbits(bits, bitorder="little").view(np.uint32)
 
-    def _run(self, logits: int, next_ids: int, bucket: int, full: bool) -> None:
-        key = (logits, next_ids, bucket, full)
+    def _run(self, logits: int, next_ids: int, bucket: int, turn: int, full: bool) -> None:
+        key = (logits, next_ids, bucket, turn, full)
         if not self._eager and key not in self._graphs:
-            self._graphs[key] = self._device.capture(self._launches(logits, next_ids, bucket, full))
+            self._graphs[key] = self._device.capture(self._launches(*key))
         graph = self._graphs.get(key)
         if graph is not None:
             self._device.replay(graph)
             return
-        for launch in self._launches(logits, next_ids, bucket, full):
+        for launch in self._launches(*key):
             self._device.launch(launch)
 
-    def _launches(self, logits: int, next_ids: int, rows: int, full: bool) -> list[Launch]:
+    def _launches(self, logits: int, next_ids: int, rows: int, turn: int, full: bool) -> list[Launch]:
         slices = -(-self._limit // SLICE)
         starts, ids, counts, flags, bias = self._edits
         parameters, positions = self._block, self._block + PARAMETER_BYTES * rows
         sizes = (rows, self._vocab, self._limit)
         edited = (logits, parameters, starts, ids, counts, flags, bias, self._masks, self._workspace, *sizes)
-        results = self._results
+        results = self._results[turn]
         finish = (logits, parameters, self._workspace, results.tokens, next_ids, results.logprobs, *sizes)
         prepare = Launch("sample", "sample_prepare", (slices, rows), 256, 0, edited)
         last = Launch("sample", "sample_finish", (rows,), 32, 0, finish)
@@ -158,32 +158,38 @@ class DeviceSampler:
         ]
 
 
-class _Results:
-    """Where the kernels leave tokens and log-probabilities, and the host's two copies of it."""
+@dataclass(frozen=True, slots=True)
+class Results:
+    """Where the kernels leave a step's tokens and log-probabilities: page-locked memory of the host, so that nothing
+    has to be copied behind them."""
 
-    def __init__(self, device: Device, rows: int) -> None:
-        self._device = device
-        words = rows * (2 + 2 * MOST_LOGPROBS)
-        self._start = device.allocate(4 * words)
-        self._hosts = tuple(device.pinned(4 * words).view(np.int32) for _ in range(2))
-        self._rows = rows
-        self.tokens = self._start
-        self.logprobs = self._start + 4 * rows
-        self.top_ids = self._start + 8 * rows
-        self.top_logprobs = self.top_ids + 4 * rows * MOST_LOGPROBS
+    host: npt.NDArray[np.int32]
+    rows: int
 
-    def copy_out(self, turn: int, *, listed: bool) -> None:
-        host = self._hosts[turn]
-        self._device.copy_out(host.ctypes.data, self._start, host.nbytes if listed else 8 * self._rows)
+    @property
+    def tokens(self) -> int:
+        return self.host.ctypes.data
 
-    def take(self, rows: Sequence[SamplingRow], turn: int) -> list[Sampled]:
-        host = self._hosts[turn]
-        tokens = host[: self._rows]
-        logprobs = host[self._rows : 2 * self._rows].view(np.float32)
-        tops = host[2 * self._rows :]
-        top_ids = tops[: self._rows * MOST_LOGPROBS].reshape(self._rows, MOST_LOGPROBS)
-        top_logprobs = tops[self._rows * MOST_LOGPROBS : 2 * self._rows * MOST_LOGPROBS].view(np.float32)
-        top_logprobs = top_logprobs.reshape(self._rows, MOST_LOGPROBS)
+    @property
+    def logprobs(self) -> int:
+        return self.tokens + 4 * self.rows
+
+    @property
+    def top_ids(self) -> int:
+        return self.tokens + 8 * self.rows
+
+    @property
+    def top_logprobs(self) -> int:
+        return self.top_ids + 4 * self.rows * MOST_LOGPROBS
+
+    def take(self, rows: Sequence[SamplingRow]) -> list[Sampled]:
+        """What the kernels left, once they are through."""
+        host = self.host
+        tokens = host[: self.rows]
+        logprobs = host[self.rows : 2 * self.rows].view(np.float32)
+        tops = host[2 * self.rows :]
+        top_ids = tops[: self.rows * MOST_LOGPROBS].reshape(self.rows, MOST_LOGPROBS)
+        top_logprobs = tops[self.rows * MOST_LOGPROBS :].view(np.float32).reshape(self.rows, MOST_LOGPROBS)
         for index in range(len(rows)):
             if tokens[index] < 0:
                 what = "NaN" if tokens[index] == -1 else "nothing but -inf"
