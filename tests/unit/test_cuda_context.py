@@ -101,7 +101,6 @@ IN_STEPS: dict[str, Callable[[Gpu], object]] = {
     "cuMemcpyHtoD": lambda gpu: gpu.write(256, np.zeros(4, np.int32)),
     "cuMemcpyDtoH": lambda gpu: gpu.read(256, np.zeros(4, np.int32)),
     "cuMemcpyHtoDAsync": lambda gpu: gpu.copy_in(256, 512, 4),
-    "cuMemcpyDtoHAsync": lambda gpu: gpu.copy_out(512, 256, 4),
     "cuEventRecord": lambda gpu: gpu.mark(),
     "cuEventSynchronize": lambda gpu: gpu.wait(1),
     "cuGraphLaunch": lambda gpu: gpu.replay(Graph(1)),
