@@ -97,7 +97,8 @@ def main() -> None:
     runs = []
     for _ in range(5):
         command = [sys.executable, "-c", CHILD, str(time.time()), str(folder), str(ROOT)]
-        runs.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        runs.append(json.loads(done.stdout))
     names = [name for name, _ in runs[0]]
     ends = [statistics.median(run[place][1] for run in runs) for place in range(len(names))]
     for name, end, before in zip(names, ends, [0.0, *ends]):

@@ -3,8 +3,8 @@
 // q, out (tokens, heads head_dim) X; cache (2, blocks, kv_heads, block_size, head_dim) X, keys then values, those of
 // the new tokens among them; block_tables (sequences, max_blocks) i32; query_starts (sequences + 1) i32, the first row
 // of each sequence; kv_lengths (sequences) i32. The new tokens are at positions up to kv_length - 1, and each sees its
-// own and those before it, of them the last `window` (0: all). Sequences from first_sequence on. launch: grid (ceil(M /
-// 64), heads, sequences from first_sequence on), M the most new tokens of one of them; block 128;
+// own and those before it, of them the last `window` (0: all). Sequences from first_sequence on.
+// launch: grid (ceil(M / 64), heads, sequences from first_sequence on), M the most new tokens of one; block 128;
 //   dynamic shared memory 384 (W + 8) bytes from t80 on for _dW, else none. One block: 64 queries of a head; those
 //   beyond a sequence's end do nothing. _d64, _d96, _d128, _d256: for head_dim up to that and a multiple of 8; _any:
 //   for any up to 256.

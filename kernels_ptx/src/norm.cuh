@@ -32,11 +32,16 @@ DEVICE Pack<X, N> scaled(const Pack<X, N>& x, const Pack<X, N>& weight, float sc
 // fetch(column) gives the pack of x there, once for each column; `again` is where x can be read after that.
 template <int N, typename X, typename Fetch>
 DEVICE void norm_row(Fetch fetch, const X* again, const X* weight, float epsilon, X* out, int hidden) {
-  begin_grid();
   const int stride = thread_count() * N;
   const int first = thread_index() * N;
   const int rest = first + KEPT * stride;
-  Pack<X, N> kept[KEPT];
+  Pack<X, N> kept[KEPT], weights[KEPT];
+  UNROLL
+  for (int i = 0; i < KEPT; ++i) {
+    const int column = first + i * stride;
+    weights[i] = column < hidden ? load<N>(weight + column) : Pack<X, N>{};
+  }
+  begin_grid();  // no grid writes weights
   UNROLL
   for (int i = 0; i < KEPT; ++i) {
     const int column = first + i * stride;
@@ -53,7 +58,7 @@ DEVICE void norm_row(Fetch fetch, const X* again, const X* weight, float epsilon
   UNROLL
   for (int i = 0; i < KEPT; ++i) {
     const int column = first + i * stride;
-    if (column < hidden) store(out + column, scaled(kept[i], load<N>(weight + column), scale));
+    if (column < hidden) store(out + column, scaled(kept[i], weights[i], scale));
   }
   NO_UNROLL
   for (int column = rest; column < hidden; column += stride) {
