@@ -70,7 +70,7 @@ def test_gguf_blocks_are_expanded_and_rows_put_back_in_order(dtype: DType, backe
 
 
 @pytest.mark.parametrize("backend", BOTH, indirect=True)
-@pytest.mark.parametrize("window", [1, 5000, 100_000])
+@pytest.mark.parametrize("window", [4096, 8192, 24 * 4096])
 def test_a_file_larger_than_a_window_arrives_whole(
     window: int, backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,7 +86,7 @@ def test_a_file_larger_than_a_window_arrives_whole(
     random_model(tmp_path, Shape(**SMALL), shards=2)
     source = opened(tmp_path)
     assert_loaded(source, BF16, backend)
-    assert len(locked) >= (3 if window == 100_000 else 10)
+    assert len(locked) >= (3 if window == 24 * 4096 else 10)
     assert isinstance(source.checkpoint, FileCheckpoint)
     offsets = {info.offset % mmap.PAGESIZE for info in source.checkpoint.tensors.values()}
     assert offsets - {0}  # tensors begin in the middle of a page

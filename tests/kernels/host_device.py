@@ -24,6 +24,7 @@ class HostDevice:
     def __init__(self, tier: str) -> None:
         self.tier = tier
         self.launched: list[str] = []
+        self._locked: list[tuple[int, int]] = []
         self.break_entry: str | None = None  # a kernel whose first output is to be wrong
         self._memory = ShimMemory()
 
@@ -48,14 +49,21 @@ class HostDevice:
         return np.zeros(nbytes, dtype=np.uint8)
 
     def copy_in(self, address: int, source: int, nbytes: int) -> None:
+        for begin, size in self._locked:  # the driver refuses a copy that is locked in part
+            inside = begin <= source and source + nbytes <= begin + size
+            assert inside or source + nbytes <= begin or source >= begin + size, "a copy crosses locked pages"
         ctypes.memmove(address, source, nbytes)
 
     def lock_pages(self, pages: tuple[int, int]) -> tuple[int, int] | None:
         assert pages[0] % 4096 == 0 and pages[1] % 4096 == 0, pages
+        for begin, size in self._locked:
+            assert pages[0] + pages[1] <= begin or pages[0] >= begin + size, "a page is locked twice"
+        self._locked.append(pages)
         return pages
 
     def unlock_pages(self, pages: tuple[int, int] | None) -> None:
-        """Nothing was locked."""
+        if pages is not None:
+            self._locked.remove(pages)
 
     def launch(self, launch: Launch) -> None:
         self.launched.append(launch.entry)

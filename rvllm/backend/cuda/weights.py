@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from rvllm.backend.cuda.kernels import Device
 from rvllm.backend.cuda.lower import Launch, suffix
@@ -26,6 +27,15 @@ from rvllm.program.program import Program, matrices
 Progress = Callable[[str, int, int], None]
 ALIGNMENT_BYTES = 256
 WINDOW_BYTES = 256 << 20  # page-locked at a time: the next window is locked while this one is copied
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes [begin, end) of host memory that go to `address` on the device."""
+
+    begin: int
+    end: int
+    address: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,38 +136,42 @@ class _Loader:
             self._progress("loading weights", self._done, self._total)
 
     def _copy_direct(self, todo: list[Part]) -> None:
-        """Page-lock a window of the mapping, start its copies, and lock the next while they run."""
-        locked = []
-        for window in self._windows(todo):
-            views = [self._checkpoint.raw(part.tensor.name) for part in window]
-            pages = self._device.lock_pages(_pages_around(views))
-            for part, view in zip(window, views):
-                self._device.copy_in(part.address, view.ctypes.data, view.nbytes)
-            locked.append(pages)
+        """Page-lock a window of a file's mapping, start its copies, and lock the next while they run."""
+        locked: list[tuple[tuple[int, int] | None, Any]] = []
+        for pieces in self._windows(todo):
+            pages = self._device.lock_pages(_pages_around(pieces))
+            for piece in pieces:
+                self._device.copy_in(piece.address, piece.begin, piece.end - piece.begin)
+            locked.append((pages, self._device.mark()))
             if len(locked) > 1:
-                # The window before has to be through before its pages may be let go.
-                self._device.synchronize()
-                for done in locked[:-1]:
-                    self._device.unlock_pages(done)
-                del locked[:-1]
-            self._report(sum(view.nbytes for view in views))
-        self._device.synchronize()
-        for pages in locked:
-            self._device.unlock_pages(pages)
+                self._unlock(*locked.pop(0))
+            self._report(sum(piece.end - piece.begin for piece in pieces))
+        for pages, mark in locked:
+            self._unlock(pages, mark)
 
-    def _windows(self, todo: list[Part]) -> list[list[Part]]:
-        """Runs of tensors in one file, of about WINDOW_BYTES each."""
-        windows: list[list[Part]] = []
-        room = 0
-        file = None
+    def _unlock(self, pages: tuple[int, int] | None, mark: Any) -> None:
+        """Let a window's pages go once its copies are done."""
+        self._device.wait(mark)
+        self._device.unlock_pages(pages)
+
+    def _windows(self, todo: list[Part]) -> list[list[Piece]]:
+        """The tensors cut at every multiple of WINDOW_BYTES in memory, piece by piece, by file and window.
+
+        A page can be locked only once; cut like that no two windows have one in common.
+        """
+        windows: dict[tuple[Path | None, int], list[Piece]] = {}
         for part in todo:
-            info = self._checkpoint.tensors[part.tensor.name]
-            if info.file != file or room < info.nbytes:
-                windows.append([])
-                file, room = info.file, WINDOW_BYTES
-            windows[-1].append(part)
-            room -= info.nbytes
-        return windows
+            view = self._checkpoint.raw(part.tensor.name)
+            file = self._checkpoint.tensors[part.tensor.name].file
+            begin, last = view.ctypes.data, view.ctypes.data + view.nbytes
+            address = part.address
+            while begin < last:
+                window = begin // WINDOW_BYTES
+                end = min(last, (window + 1) * WINDOW_BYTES)
+                windows.setdefault((file, window), []).append(Piece(begin, end, address))
+                address += end - begin
+                begin = end
+        return list(windows.values())
 
     def _expand(self, part: Part) -> None:
         info = self._checkpoint.tensors[part.tensor.name]
@@ -186,8 +200,8 @@ def expand_grid(rows: int, columns: int) -> tuple[int, ...]:
     return (rows, -(-columns // 2048))
 
 
-def _pages_around(views: list[npt.NDArray[np.uint8]]) -> tuple[int, int]:
-    """(address, bytes) of whole pages that hold all views of one mapping."""
-    begin = min(view.ctypes.data for view in views) // mmap.PAGESIZE * mmap.PAGESIZE
-    end = max(view.ctypes.data + view.nbytes for view in views)
+def _pages_around(pieces: Sequence[Piece]) -> tuple[int, int]:
+    """(address, bytes) of the whole pages that hold the pieces, all of one mapping."""
+    begin = min(piece.begin for piece in pieces) // mmap.PAGESIZE * mmap.PAGESIZE
+    end = max(piece.end for piece in pieces)
     return begin, -(-(end - begin) // mmap.PAGESIZE) * mmap.PAGESIZE
