@@ -8,15 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rvllm.backend.cuda import weights
+from rvllm.backend.cuda import cold, weights
 from rvllm.backend.cuda.model import CudaModel
-from rvllm.model.checkpoint import Checkpoint, FileCheckpoint
+from rvllm.errors import CheckpointError
+from rvllm.model.checkpoint import Checkpoint, FileCheckpoint, map_file
 from rvllm.model.source import Source, weights_for
 from rvllm.program.dtype import BF16, F16, DType, Float32, f32_to_bf16
 from rvllm.program.program import matrices
 from tests.fixtures.gguf_files import llama_gguf
 from tests.fixtures.models import Shape, random_model
 from tests.gpu.running import BOTH, Backend, cuda_model, opened
+from tests.kernels.host_device import HostDevice
 
 SMALL = {"hidden": 64, "intermediate": 96, "heads": 2, "kv_heads": 1}
 
@@ -100,3 +102,26 @@ def test_pages_that_the_driver_will_not_lock_are_copied_all_the_same(
     monkeypatch.setattr(type(backend.device), "lock_pages", lambda self, pages: None)
     random_model(tmp_path, Shape(**SMALL))
     assert_loaded(opened(tmp_path), BF16, backend)
+
+
+@pytest.mark.parametrize("backend", BOTH, indirect=True)
+def test_a_file_that_is_not_in_memory_is_read_by_threads(
+    backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "is_resident", lambda begin, nbytes: False)
+    monkeypatch.setattr(cold, "BUFFER_BYTES", 5000)
+    monkeypatch.setattr(weights, "WINDOW_BYTES", 24 * 4096)
+    random_model(tmp_path, Shape(**SMALL), shards=2)
+    assert_loaded(opened(tmp_path), BF16, backend)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x" * 100)
+    with pytest.raises(CheckpointError, match="ends at 100"):
+        cold.copy_cold(HostDevice("t70"), tmp_path / "file", [cold.Extent(50, 60, 0)], print)
+
+
+def test_pages_just_read_are_in_memory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x" * 100_000)
+    data = map_file(tmp_path / "file")
+    assert data.sum() == 100_000 * ord("x") and cold.is_resident(data.ctypes.data, data.nbytes)

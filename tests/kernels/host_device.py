@@ -48,6 +48,9 @@ class HostDevice:
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
         return np.zeros(nbytes, dtype=np.uint8)
 
+    def unpin(self, buffer: npt.NDArray[np.uint8]) -> None:
+        """The array's own."""
+
     def copy_in(self, address: int, source: int, nbytes: int) -> None:
         for begin, size in self._locked:  # the driver refuses a copy that is locked in part
             inside = begin <= source and source + nbytes <= begin + size

@@ -135,9 +135,13 @@ class Context:
             check("cuMemcpyDtoH", self._cuda.cuMemcpyDtoH(array.ctypes.data, address, array.nbytes), EngineError)
 
     def pinned(self, nbytes: int) -> Bytes:
-        """Page-locked host memory, (nbytes,) uint8, for copies beside the CPU's work; it lives as the context does."""
+        """Page-locked host memory, (nbytes,) uint8, for copies beside the CPU's work; until `unpin`."""
         address = int(check("cuMemHostAlloc", self._cuda.cuMemHostAlloc(nbytes, 0)))
         return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+
+    def unpin(self, buffer: Bytes) -> None:
+        """Give back what `pinned` gave; nothing may be copied from or to it any more."""
+        check("cuMemFreeHost", self._cuda.cuMemFreeHost(buffer.ctypes.data))
 
     def copy_in(self, address: int, source: int, nbytes: int) -> None:
         """Copy from page-locked or registered host memory, in stream order."""

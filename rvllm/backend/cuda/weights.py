@@ -1,8 +1,9 @@
 """Bring a program's weights to the device in its activation dtype. Knows files and formats; not what a weight is for.
 
 What is stored in the wanted dtype goes as it lies: the file's mapping is page-locked window by window and the device
-copies from it, with no copy by the CPU. Everything else (quantised blocks, other floats, GGUF's row order) goes through
-a staging buffer and an `expand` kernel; dummy weights are made by a kernel from their recipe.
+copies from it, with no copy by the CPU; what is not in memory yet is read by threads (cold.py). Everything else
+(quantised blocks, other floats, GGUF's row order) goes through a staging buffer and an `expand` kernel; dummy weights
+are made by a kernel from their recipe.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from rvllm.backend.cuda.cold import Extent, copy_cold, is_resident
 from rvllm.backend.cuda.kernels import Device
 from rvllm.backend.cuda.lower import Launch, suffix
 from rvllm.model.checkpoint import Checkpoint, FileCheckpoint
@@ -138,7 +140,13 @@ class _Loader:
     def _copy_direct(self, todo: list[Part]) -> None:
         """Page-lock a window of a file's mapping, start its copies, and lock the next while they run."""
         locked: list[tuple[tuple[int, int] | None, Any]] = []
-        for pieces in self._windows(todo):
+        cold: dict[Path, list[Extent]] = {}
+        for file, pieces in self._windows(todo):
+            if not is_resident(*_pages_around(pieces)):
+                start = self._checkpoint.mappings[file].ctypes.data
+                extents = [Extent(p.begin - start, p.end - p.begin, p.address) for p in pieces]
+                cold.setdefault(file, []).extend(extents)
+                continue
             pages = self._device.lock_pages(_pages_around(pieces))
             for piece in pieces:
                 self._device.copy_in(piece.address, piece.begin, piece.end - piece.begin)
@@ -148,21 +156,24 @@ class _Loader:
             self._report(sum(piece.end - piece.begin for piece in pieces))
         for pages, mark in locked:
             self._unlock(pages, mark)
+        for file, extents in cold.items():
+            copy_cold(self._device, file, extents, self._report)
 
     def _unlock(self, pages: tuple[int, int] | None, mark: Any) -> None:
         """Let a window's pages go once its copies are done."""
         self._device.wait(mark)
         self._device.unlock_pages(pages)
 
-    def _windows(self, todo: list[Part]) -> list[list[Piece]]:
+    def _windows(self, todo: list[Part]) -> list[tuple[Path, list[Piece]]]:
         """The tensors cut at every multiple of WINDOW_BYTES in memory, piece by piece, by file and window.
 
         A page can be locked only once; cut like that no two windows have one in common.
         """
-        windows: dict[tuple[Path | None, int], list[Piece]] = {}
+        windows: dict[tuple[Path, int], list[Piece]] = {}
         for part in todo:
             view = self._checkpoint.raw(part.tensor.name)
             file = self._checkpoint.tensors[part.tensor.name].file
+            assert file is not None, part
             begin, last = view.ctypes.data, view.ctypes.data + view.nbytes
             address = part.address
             while begin < last:
@@ -171,7 +182,7 @@ class _Loader:
                 windows.setdefault((file, window), []).append(Piece(begin, end, address))
                 address += end - begin
                 begin = end
-        return list(windows.values())
+        return [(file, pieces) for (file, _), pieces in windows.items()]
 
     def _expand(self, part: Part) -> None:
         info = self._checkpoint.tensors[part.tensor.name]
