@@ -68,14 +68,16 @@ def test_the_wheel_holds_nothing_but_our_two_packages(wheel: Path) -> None:
     assert {name.partition("/")[0] for name in names(wheel)} == {"rvllm", "kernels_ptx", f"rvllm-{VERSION}.dist-info"}
 
 
-def test_the_one_file_ships_what_the_wheel_ships_without_the_kernel_sources(wheel: Path) -> None:
+def test_the_one_file_ships_what_the_wheel_ships_without_what_builds_the_kernels(wheel: Path) -> None:
     spec = importlib.util.spec_from_file_location("build_zipapp", ROOT / "build_zipapp.py")
     assert spec and spec.loader
     build_zipapp = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = build_zipapp  # its dataclass looks its module up
     spec.loader.exec_module(build_zipapp)
-    packaged = {name for name in names(wheel) if not name.startswith(("rvllm-", "kernels_ptx/src/"))}
-    assert set(build_zipapp.own_files(ROOT)) == packaged
+    packaged = {name for name in names(wheel) if not name.startswith("rvllm-")}
+    builders = {f"kernels_ptx/{name}.py" for name in ("assemble", "build", "source", "tiers")}
+    builders |= {name for name in packaged if name.startswith("kernels_ptx/src/")}
+    assert builders < packaged and set(build_zipapp.own_files(ROOT)) == packaged - builders
 
 
 def test_the_installed_command_and_module_run_from_another_folder(environment: Path, tmp_path: Path) -> None:
