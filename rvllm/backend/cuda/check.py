@@ -73,11 +73,11 @@ class Checker:
         for part in parts(op):
             values[part.out.name] = define_op(part, values, weights, step)
         out = parts(op)[-1].out
-        worst = _worst(self._model.read(out, step), values[out.name]) / rounding(op)
+        worst = _roundings(self._model.read(out, step), values[out.name], out.dtype)
         for part in parts(op):
             if isinstance(part, RopeKV):  # it writes to the cache, too
                 written = self._model.read(part.cache, step)
-                worst = max(worst, _worst(written, values[part.cache.name]) / ROUNDINGS[part.cache.dtype])
+                worst = max(worst, _roundings(written, values[part.cache.name], part.cache.dtype))
         return Difference(out.name, _kernel(op, step), worst)
 
     def _weight(self, segments: tuple[Tensor, ...]) -> Float32:
@@ -125,21 +125,11 @@ def _round_in_place(values: Float32, dtype: DType) -> None:
         values[begin : begin + rows] = round_to(values[begin : begin + rows], dtype)
 
 
-def rounding(op: Op) -> float:
-    """One rounding of the op's result, relative: of its dtype or, if that is more, of a product's float32 sum.
-
-    Sums of n products in two orders drift apart as a random walk, by about sqrt(n) roundings (Higham and Mary, "A New
-    Approach to Probabilistic Rounding Error Analysis", 2019). In float32 logits it shows.
-    """
-    depth = max((part.weights[0].sizes({})[1] for part in parts(op) if isinstance(part, Linear)), default=1)
-    return max(ROUNDINGS[parts(op)[-1].out.dtype], ROUNDINGS[F32] * math.sqrt(depth))
-
-
-def _worst(found: Float32, expected: Float32) -> float:
-    """The largest difference of an element, over its row's largest value."""
+def _roundings(found: Float32, expected: Float32, dtype: DType) -> float:
+    """The largest difference of an element, over its row's largest value, in roundings of `dtype`."""
     rows = expected.reshape(-1, expected.shape[-1])
     scale = np.abs(rows).max(axis=1, keepdims=True)
     difference = np.abs(found.reshape(rows.shape) - rows)
     with np.errstate(invalid="ignore", divide="ignore"):
         relative = np.where(difference == 0, 0, difference / scale)
-    return float(relative.max())
+    return float(relative.max()) / ROUNDINGS[dtype]
