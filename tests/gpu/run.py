@@ -55,7 +55,13 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit that is checked out, marked where files differ from it; None where git does not know."""
+    """The commit of these files: of an archive that git made, or of what is checked out, marked where files differ from it.
+
+    None where neither is known.
+    """
+    archived = (ROOT / ".git_archival.txt").read_text(encoding="utf-8").split()[1]
+    if not archived.startswith("$"):
+        return archived
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=40"], cwd=ROOT, capture_output=True, text=True
