@@ -1,6 +1,6 @@
-"""From exec to the first token on a GPU, by stage, with weights in the page cache.
+"""From exec to the first token on a GPU, by stage, with weights in the page cache, or none of them there.
 
-    python benchmarks/startup.py [--shape qwen2.5-1.5b] [--folder FOLDER]
+    python benchmarks/startup.py [--shape qwen2.5-1.5b] [--folder FOLDER] [--cold]
 
 Makes a folder with random bf16 weights of the shape (once; a few GB), then starts a fresh process five times: what each
 stage takes inside it, and the whole from exec to the first token. The last line is JSON.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import struct
@@ -83,19 +84,36 @@ def write_model(folder: Path, config: dict[str, Any]) -> None:
             file.write(noise.tobytes()[: end - begin])
 
 
+def forget(path: Path) -> None:
+    """Take the file out of the page cache; exits where the system keeps it there."""
+    from rvllm.backend.cuda.cold import is_resident
+
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+    mapping = np.memmap(path, mode="r")
+    if is_resident(mapping.ctypes.data, mapping.nbytes):
+        sys.exit(f"{path} stays in the page cache, so a cold start cannot be measured here")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", default="qwen2.5-1.5b")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "rvllm-startup")
+    parser.add_argument("--cold", action="store_true", help="take the weights out of the page cache before each start")
     arguments = parser.parse_args()
     from benchmarks.gpu import SHAPES
 
     folder = arguments.folder / arguments.shape
     if not (folder / "model.safetensors").exists():
         write_model(folder, SHAPES[arguments.shape])
-    (folder / "model.safetensors").read_bytes()  # into the page cache
+    weights = folder / "model.safetensors"
+    weights.read_bytes()  # into the page cache
     runs = []
     for _ in range(5):
+        if arguments.cold:
+            forget(weights)
         command = [sys.executable, "-c", CHILD, str(time.time()), str(folder), str(ROOT)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         runs.append(json.loads(done.stdout))
@@ -103,7 +121,8 @@ def main() -> None:
     ends = [statistics.median(run[place][1] for run in runs) for place in range(len(names))]
     for name, end, before in zip(names, ends, [0.0, *ends]):
         print(f"{name:22s} {end - before:7.3f} s, at {end:.3f} s")
-    print(json.dumps({"shape": arguments.shape, "first_token_s": round(ends[-1], 3), "stages": dict(zip(names, ends))}))
+    facts = {"shape": arguments.shape, "cold": arguments.cold, "weight_bytes": weights.stat().st_size}
+    print(json.dumps(facts | {"first_token_s": round(ends[-1], 3), "stages": dict(zip(names, ends))}))
 
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 from rvllm.__main__ import Interrupts, run
-from rvllm.backend.cuda.check import Difference
+from rvllm.backend.cuda.check import ALLOWED, Difference, product_roundings
 from rvllm.cli import check
 from rvllm.cli.failure import Debug
 from rvllm.cli.main import commands
@@ -56,6 +57,37 @@ def test_a_wrong_kernel_is_named_with_its_first_op_and_gives_exit_code_1(device:
         assert done.exit_code == 1
         last = done.output.splitlines()[-1]
         assert last.startswith("WRONG: op 0.") and f"kernel {kernel}, is " in last and "8 are allowed" in last
+
+
+def test_wrong_logits_are_named(device: HostDevice) -> None:
+    device.break_entry = "linear_f32_bf16_m8"
+    done = doctor(CASE)
+    assert done.exit_code == 1 and "WRONG: op logits, kernel linear, is " in done.output.splitlines()[-1]
+
+
+def test_float32_sums_may_cancel_in_any_order_but_lose_no_term_and_no_precision() -> None:
+    """The terms' magnitudes add up to ninety times the largest sum: an order's noise is small beside them alone."""
+    rng = np.random.default_rng(3)
+    x = rng.normal(1.0, 0.1, (4, 1024)).astype(np.float32)
+    weight = rng.normal(0.0, 0.1, (64, 1024)).astype(np.float32)
+    weight -= weight.mean(axis=1, keepdims=True)
+    bias = rng.normal(0.0, 0.1, 64).astype(np.float32)
+    terms = x[:, None, :] * weight[None]
+
+    def roundings(products: np.ndarray, lanes: int) -> float:
+        """Of sums kept in so many lanes, one after another within a lane."""
+        parts = np.add.accumulate(products.reshape(4, 64, -1, lanes), axis=2, dtype=np.float32)[:, :, -1]
+        return product_roundings(np.add.reduce(parts, axis=2, dtype=np.float32) + bias, x, weight, bias)
+
+    # 64 additions one after another, of random signs: some sqrt(64) / 2 roundings of what they come to at the most.
+    assert roundings(terms, 16) <= ALLOWED
+    assert roundings(terms[:, :, ::-1], 32) <= ALLOWED
+    missing = terms.copy()
+    missing[2, 7, np.abs(terms[2, 7]).argmin()] = 0
+    smallest = np.abs(terms[2, 7]).min() / np.abs(terms[2, 7]).sum()
+    assert smallest > 2 * ALLOWED * 2.0**-24 and roundings(missing, 16) > ALLOWED
+    assert roundings((terms.view(np.uint32) & 0xFFFFF000).view(np.float32), 16) > ALLOWED  # 11 bits, as tf32's
+    assert not roundings(np.where(terms == terms.max(), np.nan, terms), 16) <= ALLOWED
 
 
 def test_scripts_get_the_same_as_json(device: HostDevice) -> None:
