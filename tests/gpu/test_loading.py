@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 from rvllm.backend.cuda import cold, weights
+from rvllm.backend.cuda.kernels import Gpu
+from rvllm.backend.cuda.lower import Launch
 from rvllm.backend.cuda.model import CudaModel
+from rvllm.backend.cuda.weights import expand_grid
 from rvllm.errors import CheckpointError
 from rvllm.model.checkpoint import Checkpoint, FileCheckpoint, map_file
 from rvllm.model.source import Source, weights_for
@@ -113,6 +116,24 @@ def test_a_file_that_is_not_in_memory_is_read_by_threads(
     monkeypatch.setattr(weights, "WINDOW_BYTES", 24 * 4096)
     random_model(tmp_path, Shape(**SMALL), shards=2)
     assert_loaded(opened(tmp_path), BF16, backend)
+
+
+@pytest.mark.gpu
+def test_what_was_written_is_there_for_the_next_kernel(gpu: Gpu) -> None:
+    """Also when it comes from memory that is not page-locked, whose last part the driver sends after it returns."""
+    most = 1 << 21
+    staging, target = gpu.allocate(2 * most), gpu.allocate(2 * most)
+    stale = []
+    for turn in range(600):
+        count = (1 << 13, 1 << 15, 1 << 17, 1 << 19, most)[turn % 5]
+        gpu.write(staging, np.full(count, turn, dtype=np.uint16))
+        gpu.launch(Launch("expand", "expand_f16_f16", expand_grid(1, count), 256, 0, (staging, target, 1, count, 0)))
+        found = np.empty(count, dtype=np.uint16)
+        gpu.read(target, found)
+        stale.append(int(np.count_nonzero(found != turn)))
+    for address in (staging, target):
+        gpu.free(address)
+    assert not any(stale), f"{np.count_nonzero(stale)} of {len(stale)} copies came too late"
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path: Path) -> None:

@@ -98,7 +98,6 @@ def test_what_ptx_needs_is_read_from_its_head() -> None:
 
 IN_STEPS: dict[str, Callable[[Gpu], object]] = {
     "cuStreamSynchronize": lambda gpu: gpu.synchronize(),
-    "cuMemcpyHtoD": lambda gpu: gpu.write(256, np.zeros(4, np.int32)),
     "cuMemcpyDtoH": lambda gpu: gpu.read(256, np.zeros(4, np.int32)),
     "cuMemcpyHtoDAsync": lambda gpu: gpu.copy_in(256, 512, 4),
     "cuEventRecord": lambda gpu: gpu.mark(),

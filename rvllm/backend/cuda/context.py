@@ -122,10 +122,15 @@ class Context:
         check("cuMemsetD8Async", self._cuda.cuMemsetD8Async(address, byte, nbytes, self._stream))
 
     def write(self, address: int, array: npt.NDArray[Any]) -> None:
-        """Copy a contiguous array to the device; it may change once this returns."""
+        """Copy a contiguous array to the device, after everything launched so far; it may change once this returns.
+
+        Not by cuMemcpyHtoD, which returns when pageable memory is in the driver's buffer: the rest of its way is in the
+        order of another stream, and a kernel launched next would read what was there before.
+        """
         assert array.flags.c_contiguous
         if array.nbytes:
-            check("cuMemcpyHtoD", self._cuda.cuMemcpyHtoD(address, array.ctypes.data, array.nbytes), EngineError)
+            self.copy_in(address, array.ctypes.data, array.nbytes)
+            self.synchronize()
 
     def read(self, address: int, array: npt.NDArray[Any]) -> None:
         """Fill a contiguous array from the device, after everything launched so far."""
@@ -144,7 +149,7 @@ class Context:
         check("cuMemFreeHost", self._cuda.cuMemFreeHost(buffer.ctypes.data))
 
     def copy_in(self, address: int, source: int, nbytes: int) -> None:
-        """Copy from page-locked or registered host memory, in stream order."""
+        """Copy from host memory in stream order, beside the CPU's work where it is page-locked or registered."""
         check("cuMemcpyHtoDAsync", self._cuda.cuMemcpyHtoDAsync(address, source, nbytes, self._stream), EngineError)
 
     def lock_pages(self, pages: tuple[int, int]) -> tuple[int, int] | None:
