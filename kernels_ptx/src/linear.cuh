@@ -6,17 +6,12 @@
 // on the number of tokens, nor on the number of tiles.
 #pragma once
 
+#include "meeting.cuh"
 #if TIER >= 80
 #include "linear_mma.cuh"
 #else
 #include "linear_fma.cuh"
 #endif
-
-// Where the parts of the depth meet: float sums, and a counter a block of slots, which is 0 between launches.
-struct Meeting {
-  float* workspace;
-  uint32* counters;
-};
 
 // Four sums from each of `parts` layers, `stride` floats apart, added up in that order.
 DEVICE Pack<float, 4> sum_of(const float* from, int parts, int stride) {
@@ -28,19 +23,6 @@ DEVICE Pack<float, 4> sum_of(const float* from, int parts, int stride) {
     for (int i = 0; i < 4; ++i) sum.at[i] += next.at[i];
   }
   return sum;
-}
-
-// True in the last of `blocks` blocks that come here; what all of them wrote before is then seen by this one.
-DEVICE bool arrives_last(uint32* counter, int blocks) {
-  SHARED_ARRAY(uint32, ticket, 1);
-  fence();
-  sync_block();
-  if (thread_index() == 0) ticket[0] = atomic_add(counter, 1u);
-  sync_block();
-  if (ticket[0] != uint32(blocks - 1)) return false;
-  if (thread_index() == 0) *counter = 0;
-  fence();
-  return true;
 }
 
 // The four sums that block_sums leaves side by side at `index`.

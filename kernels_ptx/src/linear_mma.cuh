@@ -1,10 +1,10 @@
 // The sums of a block of `linear` on tensor cores, m16n8k16: 16 slots of the weight are a product's rows, 8 tokens its
 // columns. The 8 warps each take their own part of the depth.
 //
-// A sum does not care which k comes first, so lane (g, t) takes elements 8 t..8 t + 7 of a chunk of 32 of rows g and
-// g + 8: one 16-byte piece of each is what two products want of it. Those of token g go the same way. A lane copies its
-// own pieces into a ring in shared memory and is the only one that reads them, so nothing has to be waited for but the
-// copies, and neither bank conflicts nor a layout matter.
+// Lane (g, t) copies elements 8 t..8 t + 7 of a chunk of 32 of rows g and g + 8, a 16-byte piece each, into a ring in shared
+// memory that is its warp's own; those of token g go the same way. A sum does not care which k comes first: of the 16 that
+// a product takes, the lane has 4 t..4 t + 3, so a quarter of what its four lanes copied. Pieces lie so that what lanes read
+// at a time is in different banks.
 #pragma once
 
 #include "linear_in.cuh"
@@ -28,7 +28,7 @@ struct Stream {
       : in(operands),
         out(target),
         range(part_of(in.depth, block_y() * warp_count() + warp_index(), grid_y() * warp_count())),
-        ring(memory + thread_index() * 16) {
+        ring(memory + warp_index() * WARP * 16) {
     UNROLL
     for (int piece = 0; piece < ROWS; ++piece) weight[piece] = uint32(weight_row(piece)) * uint32(in.depth / WIDE);
   }
@@ -45,8 +45,19 @@ struct Stream {
     return token < in.tokens ? token : NOWHERE;
   }
 
-  DEVICE unsigned char* place(int stage, int piece) const {
-    return ring + (stage * PIECES + piece) * thread_count() * 16;
+  // Where row g of a piece's eight has its 16 bytes `quarter`. Halves change places in every other pair of rows, so that
+  // what lanes read at a time is in different banks, and what they copy of a row stays together.
+  DEVICE unsigned char* quarter(int stage, int piece, int quarter) const {
+    const int g = lane_index() / 4;
+    return ring + (stage * PIECES + piece) * thread_count() * 16 + (g * 4 + (quarter ^ g / 2 % 2 * 2)) * 16;
+  }
+
+  DEVICE unsigned char* place(int stage, int piece) const { return quarter(stage, piece, lane_index() % 4); }
+
+  // This lane's four elements of the product `half` of a chunk.
+  DEVICE Words2 four(int stage, int piece, int half) const {
+    const int t = lane_index() % 4;
+    return load_words2(quarter(stage, piece, half * 2 + t / 2) + t % 2 * 8);
   }
 
   // The piece from k on of the row that starts at piece `row`, or the matrix's first one.
@@ -102,21 +113,19 @@ struct Stream {
   }
 
   DEVICE void multiply(int stage, float (&sums)[TILES][EIGHTS][4]) const {
-    Words4 weights[ROWS];
     UNROLL
-    for (int piece = 0; piece < ROWS; ++piece) weights[piece] = load_words4(place(stage, piece));
-    UNROLL
-    for (int eight = 0; eight < EIGHTS; ++eight) {
-      const Words4 x = load_words4(place(stage, ROWS + eight));
+    for (int half = 0; half < 2; ++half) {
+      Words2 weights[ROWS];
       UNROLL
-      for (int half = 0; half < 2; ++half) {
-        const uint32 b[2] = {x.word[2 * half], x.word[2 * half + 1]};
+      for (int piece = 0; piece < ROWS; ++piece) weights[piece] = four(stage, piece, half);
+      UNROLL
+      for (int eight = 0; eight < EIGHTS; ++eight) {
+        const Words2 x = four(stage, ROWS + eight, half);
         UNROLL
         for (int tile = 0; tile < TILES; ++tile) {
-          const Words4 &upper = weights[2 * tile], &lower = weights[2 * tile + 1];
-          const uint32 a[4] = {upper.word[2 * half], lower.word[2 * half], upper.word[2 * half + 1],
-                               lower.word[2 * half + 1]};
-          mma_16816(sums[tile][eight], a, b, X());
+          const Words2 &upper = weights[2 * tile], &lower = weights[2 * tile + 1];
+          const uint32 a[4] = {upper.word[0], lower.word[0], upper.word[1], lower.word[1]};
+          mma_16816(sums[tile][eight], a, x.word, X());
         }
       }
     }
@@ -131,6 +140,7 @@ struct Stream {
     NO_UNROLL
     for (int chunk = range.begin; chunk < range.end; chunk += CHUNK) {
       wait_copies<AHEAD - 1>();
+      sync_warp();  // the copies of all lanes, and their reads of the stage before
       // Into the stage before this one, whose products have been started.
       fetch(stage == 0 ? AHEAD : stage - 1, chunk + AHEAD * CHUNK);
       multiply(stage, sums);

@@ -30,6 +30,9 @@ from rvllm.program.program import Program, joined_name
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 LINEAR_TOKENS = 64  # up to here weights are streamed past the tokens, beyond they meet in tiles
+WIDE_TOKENS = 32  # beyond, warpgroups multiply where there are any
+WIDE_SLOTS, WIDE_SHARED_BYTES = 128, {64: 99328, 128: 197632, 256: 197632}  # of a tile of gemm_t90a
+WIDE_MULTIPROCESSORS = 144  # no GPU of tier t90a has more
 WIDTH_A_BLOCK = 2048  # elements of a row that one block of the element-wise kernels does
 FUSIONS = frozenset({"linear_add", "linear_act_mul"})
 """The fused kernels there are."""
@@ -170,6 +173,8 @@ def _linear(op: Linear, after: object, target: Target) -> Launch:
     """A product with what follows it in the same kernel: nothing, ActMul, or Add (then the other addend is read)."""
     rows, depth = sum(weight.sizes({})[0] for weight in op.weights), _width(op.x)
     tokens = _rows(op.out, target.bucket)
+    few = tokens <= LINEAR_TOKENS
+    wide = target.tier == "t90a" and depth % 8 == 0 and tokens > WIDE_TOKENS
     bias = target.address(joined_name(op.biases)) if op.biases else 0
     inputs = [target.address(op.x.name), target.address(joined_name(op.weights)), bias]
     if isinstance(after, ActMul):
@@ -182,10 +187,13 @@ def _linear(op: Linear, after: object, target: Target) -> Launch:
     else:
         name, out, tiles = ("f32" if op.out.dtype is F32 else ""), op.out, rows
         values = (tokens, rows, depth)
-    stem = "_".join(filter(None, ("linear" if tokens <= LINEAR_TOKENS else "gemm", name)))
+    stem = "_".join(filter(None, ("linear" if few and not wide else "gemm", name)))
     entry = f"{stem}_{suffix(op.x.dtype)}"
     arguments = (*inputs, target.address(out.name), *values)
-    if tokens <= LINEAR_TOKENS:
+    if wide:
+        slots = 128 * _covering(rows // 2, 64) if isinstance(after, ActMul) else rows
+        return _wide(stem, suffix(op.x.dtype), tokens, tiles, slots, depth, arguments, target)
+    if few:
         return _streaming(stem, entry, tokens, tiles, depth, arguments, target)
     return _tiled(stem, entry, tokens, rows, arguments, target)
 
@@ -216,6 +224,37 @@ def _tiled(stem: str, entry: str, tokens: int, rows: int, arguments: tuple[int |
     tile = 128 if _covering(tokens, 128) * _covering(rows, 128) >= target.multiprocessors else 64
     grid = (_covering(tokens, tile), _covering(rows, tile))
     return Launch(stem, f"{entry}_tile{tile}", grid, 128, 49152 if target.tensor_cores else 0, arguments)
+
+
+def _wide(
+    stem: str,
+    element: str,
+    tokens: int,
+    rows: int,
+    slots: int,
+    depth: int,
+    arguments: tuple[int | float, ...],
+    target: Target,
+) -> Launch:
+    """gemm_t90a.cu's launch: tiles that would leave most of the GPU idle in the last wave are cut along the depth.
+
+    Tiles of 64 tokens have the bits of linear, two of their blocks fit on a multiprocessor.
+    """
+    most = next((size for size in (64, 128) if tokens <= size), 256)
+    at_once = target.multiprocessors * (2 if most == 64 else 1)
+    tiles = _covering(tokens, most) * _covering(slots, WIDE_SLOTS)
+    splits = _depth_parts(rows, depth) if most == 64 else 1
+    whole = 0 if splits > 1 else tiles - tiles % at_once
+    room = at_once // max(tiles - whole, 1)  # blocks for a tile
+    if most == 64:
+        parts = next(count for count in (8, 4, 2, 1) if count <= max(room, min(splits, 2)))
+        arguments = (*arguments, splits)
+    else:
+        parts = max(1, min(room, 8, _covering(depth, 256)))
+    grid = (whole + (tiles - whole) * parts,)
+    where = (whole, parts, target.workspace, target.counters)
+    entry = f"{stem}_t90a_{element}_n{most}"
+    return Launch(f"{stem}_t90a", entry, grid, 256, WIDE_SHARED_BYTES[most], (*arguments, *where))
 
 
 @_plain.register
@@ -267,13 +306,16 @@ def _build_for(head_dim: int, sizes: tuple[int, ...]) -> str:
 
 def workspace(program: Program, sequences: int) -> tuple[int, int]:
     """(bytes of float partials, bytes of counters) that the largest launch of any op needs."""
-    partial, counters = 4, 4
+    partial, counters = WIDE_MULTIPROCESSORS * 262144, 8 * WIDE_MULTIPROCESSORS  # of _wide, tiles of 64 tokens
     for op in program.ops:
         for part in parts(op):
             if isinstance(part, Linear):
                 rows, depth = sum(weight.sizes({})[0] for weight in part.weights), _width(part.x)
                 rows = 16 * _covering(rows, 8)  # act_mul pairs rows in tiles of eight
-                partial = max(partial, 64 * LINEAR_TOKENS * _depth_parts(rows, depth) * (_covering(rows, 16) + 1))
+                split = _depth_parts(rows, depth)
+                partial = max(partial, 64 * LINEAR_TOKENS * split * (_covering(rows, 16) + 1))
+                if split > 1:
+                    partial = max(partial, 262144 * split * _covering(rows, WIDE_SLOTS))
                 counters = max(counters, 4 * _covering(rows, 16))
             elif isinstance(part, Attention):
                 kv_heads, head_dim = part.cache.sizes({f"blocks.{_group(part.block_tables)}": 1, "block": 1})[2::2]

@@ -44,8 +44,9 @@ struct Copy {
 struct Thread {
   Fiber fiber;
   bool finished = false;
-  const char* waits_for = nullptr;        // null: it spins
-  std::vector<std::vector<Copy>> copies;  // committed groups, and last the open one
+  const char* waits_for = nullptr;                           // null: it spins
+  std::vector<std::vector<Copy>> copies;                     // committed groups, and last the open one
+  std::vector<std::vector<std::function<void()>>> products;  // of the thread's warpgroup, in the same way
 };
 
 struct Barrier {
@@ -283,6 +284,7 @@ inline void start_threads(int threads) {
     machine.threads[thread].finished = false;
     machine.threads[thread].waits_for = nullptr;
     machine.threads[thread].copies.assign(1, {});
+    machine.threads[thread].products.assign(1, {});
     machine.threads[thread].fiber.prepare(thread_main);
     set_runnable(thread);
   }

@@ -15,6 +15,9 @@
   alignas(16) static type name[count];  \
   shim::poison_once(name, sizeof(type) * (count))
 #define DYNAMIC_SHARED(name) unsigned char* name = shim::machine.shared
+DEVICE unsigned char* aligned_shared(unsigned char* memory, uint32 bytes) {
+  return memory + (-reinterpret_cast<uintptr_t>(memory) & (bytes - 1));
+}
 
 namespace shim {
 
@@ -272,6 +275,66 @@ template <int GROUPS>
 void wait_copies() {
   shim::finish_copies(GROUPS);
 }
+
+// ---- Products of a warpgroup. A product happens when it is started in half of the schedules, and in the others as late
+// as it may: then a matrix that is overwritten too early, or a sum that is read without waiting, is wrong.
+DEVICE uint64 matrix_at(const void* rows, int k) {
+  if (reinterpret_cast<uintptr_t>(rows) % 1024 != 0) shim::fail("a matrix at %p, which is not on 1024 bytes", rows);
+  return reinterpret_cast<uintptr_t>(rows) + k * 2;
+}
+
+namespace shim {
+
+// Element `k` of row `row`, where a swizzle by 128 bytes has put it.
+template <typename X>
+float element_of_matrix(uint64 matrix, int row, int k, X type) {
+  const uintptr_t plain = matrix + row * 128 + k * 2;
+  uint16 bits;
+  memcpy(&bits, reinterpret_cast<const void*>(plain ^ (plain >> 7 & 7) << 4), 2);
+  return element(bits, type);
+}
+
+template <int N, typename X>
+void warpgroup_product(float* d, uint64 a, uint64 b, X type) {
+  const int lane = machine.current % LANES, warp = machine.current / LANES % 4;
+  float left[2][16], right[16];
+  for (int half = 0; half < 2; ++half) {
+    for (int k = 0; k < 16; ++k) left[half][k] = element_of_matrix(a, warp * 16 + lane / 4 + half * 8, k, type);
+  }
+  for (int column = 0; column < 2 * N; ++column) {
+    if (column % 8 / 2 != lane % 4) continue;
+    for (int k = 0; k < 16; ++k) right[k] = element_of_matrix(b, column, k, type);
+    for (int half = 0; half < 2; ++half) {
+      float& place = d[column / 8 * 4 + half * 2 + column % 2];
+      double sum = place;
+      for (int k = 0; k < 16; ++k) sum += double(left[half][k]) * right[k];
+      place = float(sum);
+    }
+  }
+}
+
+}  // namespace shim
+
+template <int N, typename X>
+void wgmma_16(float (&d)[N], uint64 a, uint64 b, X type) {
+  float* to = d;
+  const auto product = [to, a, b, type] { shim::warpgroup_product<N>(to, a, b, type); };
+  if (shim::machine.launch->schedule % 2 == 0) return product();
+  shim::current_thread().products.back().push_back(product);
+}
+DEVICE void wgmma_begin() {}
+DEVICE void wgmma_commit() { shim::current_thread().products.emplace_back(); }
+template <int GROUPS>
+void wgmma_wait() {
+  auto& groups = shim::current_thread().products;
+  while (groups.size() - 1 > GROUPS) {
+    for (const auto& product : groups.front()) product();
+    groups.erase(groups.begin());
+  }
+}
+template <int N>
+void wgmma_border(float (&)[N]) {}
+DEVICE void show_to_wgmma() {}
 
 DEVICE void wait_for_previous_grid() {}
 DEVICE void begin_grid() {}

@@ -1,0 +1,69 @@
+// gemm_add_t90a: out = X(residual + X(x W^T + bias)) for many tokens on Hopper.
+//
+// residual, out (tokens, rows) X, which may be the same; the rest as in gemm_t90a.cu.
+// workspace: parts of cut tiles, (tiles parts) x T x 128 f32; counters: a u32 a cut tile, 0 between launches.
+// launch: grid whole + (tiles - whole) parts, block 256, 197632 dynamic shared bytes; T is 128 or 256, as the entry's name
+//   says; tiles = ceil(tokens / T) ceil(slots / 128), slots = rows. The tiles from `whole` on are cut
+//   into `parts`, at most a part a step of 64 of the depth.
+// bound: 2 tokens rows depth FLOPs, or the bytes of the weight.
+// assumes: depth is a multiple of 8; x, weight and out start on 16 bytes; residual and out overlap nothing else.
+// spills: at most 32 bytes
+// tiers: t90a
+#include "gemm_wgmma.cuh"
+#include "linear_wgmma.cuh"
+
+template <int TOKENS, typename X>
+DEVICE void wide_added(const X* x, const X* weight, const X* bias, const X* residual, X* out, int tokens, int rows,
+                       int depth, int whole, int parts, float* workspace, uint32* counters) {
+  const Plain<Added<X>> to = {{bias, residual}, out, rows};
+  gemm<TOKENS>(Operands<X>{x, weight, tokens, depth}, Cut{whole, parts}, Meeting{workspace, counters}, to);
+}
+
+KERNEL(256)
+void gemm_add_t90a_f16_n128(const half_t* x, const half_t* weight, const half_t* bias, const half_t* residual,
+                            half_t* out, int tokens, int rows, int depth, int whole, int parts, float* workspace,
+                            uint32* counters) {
+  wide_added<128>(x, weight, bias, residual, out, tokens, rows, depth, whole, parts, workspace, counters);
+}
+
+KERNEL(256)
+void gemm_add_t90a_f16_n256(const half_t* x, const half_t* weight, const half_t* bias, const half_t* residual,
+                            half_t* out, int tokens, int rows, int depth, int whole, int parts, float* workspace,
+                            uint32* counters) {
+  wide_added<256>(x, weight, bias, residual, out, tokens, rows, depth, whole, parts, workspace, counters);
+}
+
+KERNEL(256)
+void gemm_add_t90a_bf16_n128(const bfloat_t* x, const bfloat_t* weight, const bfloat_t* bias, const bfloat_t* residual,
+                             bfloat_t* out, int tokens, int rows, int depth, int whole, int parts, float* workspace,
+                             uint32* counters) {
+  wide_added<128>(x, weight, bias, residual, out, tokens, rows, depth, whole, parts, workspace, counters);
+}
+
+KERNEL(256)
+void gemm_add_t90a_bf16_n256(const bfloat_t* x, const bfloat_t* weight, const bfloat_t* bias, const bfloat_t* residual,
+                             bfloat_t* out, int tokens, int rows, int depth, int whole, int parts, float* workspace,
+                             uint32* counters) {
+  wide_added<256>(x, weight, bias, residual, out, tokens, rows, depth, whole, parts, workspace, counters);
+}
+
+template <typename X>
+DEVICE void in_parts_added(const X* x, const X* weight, const X* bias, const X* residual, X* out, int tokens, int rows,
+                           int depth, int splits, int whole, int parts, float* workspace, uint32* counters) {
+  const Plain<Added<X>> to = {{bias, residual}, out, rows};
+  linear_parts(Operands<X>{x, weight, tokens, depth}, splits, Cut{whole, parts}, Meeting{workspace, counters}, to);
+}
+
+KERNEL(512)
+void gemm_add_t90a_f16_n64(const half_t* x, const half_t* weight, const half_t* bias, const half_t* residual,
+                           half_t* out, int tokens, int rows, int depth, int splits, int whole, int parts,
+                           float* workspace, uint32* counters) {
+  in_parts_added(x, weight, bias, residual, out, tokens, rows, depth, splits, whole, parts, workspace, counters);
+}
+
+KERNEL(512)
+void gemm_add_t90a_bf16_n64(const bfloat_t* x, const bfloat_t* weight, const bfloat_t* bias, const bfloat_t* residual,
+                            bfloat_t* out, int tokens, int rows, int depth, int splits, int whole, int parts,
+                            float* workspace, uint32* counters) {
+  in_parts_added(x, weight, bias, residual, out, tokens, rows, depth, splits, whole, parts, workspace, counters);
+}
