@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rvllm.bench.figures import Repeated, StepTimes, slope, step_times
+from rvllm.bench.figures import Speed, StepTimes, rate, slope, step_times
 from rvllm.bench.limit import Limits, Work
 from rvllm.bench.runs import Run, Stepping, Workload, run
 from rvllm.bench.trust import check_speed
@@ -17,10 +17,7 @@ from rvllm.errors import StartError
 
 Progress = Callable[[str, int, int], None]
 
-PROTOCOLS = ("slope", "wall")
-SLOPE_OUTPUT = (16, 144)
-WALL_INPUT, WALL_OUTPUT = 8, 32
-_TRIES = 6
+_TRIES = 6  # each is later by what the one before has shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +50,21 @@ class Cell:
 class Figure:
     """What a cell gave. `limit_tokens_per_s`: the device's, None for one whose limits are unknown.
 
+    `wall_s`: of each repeat, for each output length.
+
     Steps are those in which every sequence drew a token for a slope, all for wall.
     """
 
     cell: Cell
-    speed: Repeated
+    speed: Speed
+    wall_s: tuple[tuple[float, ...], ...]
     steps: StepTimes
     limit_tokens_per_s: float | None
 
     @property
     def share(self) -> float | None:
         """Of the limit."""
-        return None if self.limit_tokens_per_s is None else self.speed.median / self.limit_tokens_per_s
+        return None if self.limit_tokens_per_s is None else self.speed.tokens_per_s / self.limit_tokens_per_s
 
     def facts(self) -> dict[str, Any]:
         """For scripts."""
@@ -72,8 +72,9 @@ class Figure:
             "sequences": self.cell.sequences,
             "prompt_tokens": self.cell.prompt,
             "output_tokens": list(self.cell.outputs),
-            "tokens_per_s": self.speed.median,
-            "tokens_per_s_each": list(self.speed.each),
+            "tokens_per_s": self.speed.tokens_per_s,
+            "spread": self.speed.spread,
+            "wall_s": self.wall_s,
             "step_ms": asdict(self.steps),
             "limit_tokens_per_s": self.limit_tokens_per_s,
             "share_of_limit": self.share,
@@ -142,30 +143,24 @@ def warmed(bench: Bench, cell: Cell) -> Cell:
 
 def figure(bench: Bench, cell: Cell, runs: list[tuple[Run, ...]]) -> Figure:
     """The figure of a cell from its repeated runs. Raises WrongOutput for one that cannot be."""
+    wall_s = tuple(tuple(done.seconds for done in of_length) for of_length in zip(*runs))
+    tokens = [cell.sequences * output for output in cell.outputs]
     if len(cell.outputs) == 2:
-        speed, steps, limit = _slope(bench.limits, cell, runs)
+        speed = slope((tokens[0], tokens[1]), *wall_s)
+        steps = [seconds for _, long in runs for seconds in long.step_seconds(cell.sequences)]
     else:
-        speed, steps, limit = _wall(bench.limits, cell, runs)
-    check_speed(speed.median, limit, str(cell))
-    return Figure(cell, speed, step_times(steps), limit)
+        speed = rate(tokens[0], wall_s[0])
+        steps = [seconds for (done,) in runs for seconds in done.step_seconds()]
+    limit = limit_of(bench.limits, cell) if bench.limits else None
+    check_speed(speed.tokens_per_s, limit, str(cell))
+    return Figure(cell, speed, wall_s, step_times(steps), limit)
 
 
-def _slope(
-    limits: Limits | None, cell: Cell, runs: list[tuple[Run, ...]]
-) -> tuple[Repeated, list[float], float | None]:
-    short, long = cell.outputs
-    tokens = (cell.sequences * short, cell.sequences * long)
-    speed = Repeated(tuple(slope(tokens, (pair[0].seconds, pair[1].seconds)) for pair in runs))
-    steps = [seconds for pair in runs for seconds in pair[1].step_seconds(cell.sequences)]
-    contexts = (cell.prompt + short, cell.prompt + long - 1)
-    return speed, steps, limits.decode_tokens_per_s(cell.sequences, contexts) if limits else None
-
-
-def _wall(limits: Limits | None, cell: Cell, runs: list[tuple[Run, ...]]) -> tuple[Repeated, list[float], float | None]:
-    (output,) = cell.outputs
-    total = cell.sequences * output
-    speed = Repeated(tuple(total / done.seconds for (done,) in runs))
-    steps = [seconds for (done,) in runs for seconds in done.step_seconds()]
-    count = cell.sequences
+def limit_of(limits: Limits, cell: Cell) -> float:
+    """The most tokens/s that the device allows: of the steps between a slope's lengths, or of all of it."""
+    if len(cell.outputs) == 2:
+        contexts = (cell.prompt + cell.outputs[0], cell.prompt + cell.outputs[1] - 1)
+        return limits.decode_tokens_per_s(cell.sequences, contexts)
+    count, (output,) = cell.sequences, cell.outputs
     work = Work([cell.prompt] * count, [output] * count, at_once=count, prompts=count)
-    return speed, steps, total / limits.run_seconds(work) if limits else None
+    return count * output / limits.run_seconds(work)

@@ -32,31 +32,31 @@ def step_times(seconds: Sequence[float]) -> StepTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class Repeated:
-    """A rate measured several times, in tokens/s. The figure is the median; the spread is the rest."""
+class Speed:
+    """A rate of the median time of several runs. `spread`: from their fastest to their slowest, over the median."""
 
-    each: tuple[float, ...]
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.each)
-
-    @property
-    def spread(self) -> float:
-        """From the lowest to the highest, as a share of the median."""
-        return (max(self.each) - min(self.each)) / self.median
+    tokens_per_s: float
+    spread: float
 
 
-def slope(tokens: tuple[int, int], seconds: tuple[float, float]) -> float:
-    """Tokens/s from two runs that differ in `tokens` alone: what both have in common cancels.
+def rate(tokens: int, seconds: Sequence[float]) -> Speed:
+    """The speed of runs that each drew so many tokens."""
+    median = statistics.median(seconds)
+    return Speed(tokens / median, (max(seconds) - min(seconds)) / median)
 
-    Raises WrongOutput where the longer run was not slower: then the difference is noise.
+
+def slope(tokens: tuple[int, int], short: Sequence[float], long: Sequence[float]) -> Speed:
+    """The speed from pairs of runs that differ in `tokens` alone: what both have in common cancels.
+
+    Raises WrongOutput where the longer runs were not slower: then the difference is noise.
     """
-    more, longer = tokens[1] - tokens[0], seconds[1] - seconds[0]
-    assert more > 0, tokens
+    assert tokens[0] < tokens[1] and len(short) == len(long), (tokens, short, long)
+    longer = statistics.median(long) - statistics.median(short)
     if longer <= 0:
         raise WrongOutput(
-            f"{tokens[1]:,} tokens took {seconds[1]:.4f} s and {tokens[0]:,} tokens {seconds[0]:.4f} s: no slope",
+            f"{tokens[1]:,} tokens took {statistics.median(long):.4f} s and {tokens[0]:,} tokens "
+            f"{statistics.median(short):.4f} s: there is no slope",
             hint="set the two of --output-len further apart, or leave the machine to the benchmark",
         )
-    return more / longer
+    differences = [second - first for first, second in zip(short, long)]
+    return Speed((tokens[1] - tokens[0]) / longer, (max(differences) - min(differences)) / longer)

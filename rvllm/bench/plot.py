@@ -52,7 +52,7 @@ def _draw(speeds: Any, steps: Any, key: tuple[int, tuple[int, ...]], figures: Se
     prompt, outputs = key
     name = f"{prompt:,} in" + "".join(f", {length:,} out" for length in outputs)
     batches = [figure.cell.sequences for figure in figures]
-    (line,) = speeds.plot(batches, [figure.speed.median for figure in figures], marker="o", label=name)
+    (line,) = speeds.plot(batches, [figure.speed.tokens_per_s for figure in figures], marker="o", label=name)
     limits = [figure.limit_tokens_per_s for figure in figures]
     if None not in limits:
         speeds.plot(batches, limits, linestyle="--", color=line.get_color(), label=f"{name}: the device's limit")

@@ -46,7 +46,7 @@ def _row(figure: Figure) -> tuple[str, ...]:
         f"{cell.sequences:,}",
         f"{cell.prompt:,}",
         "-".join(f"{length:,}" for length in cell.outputs),
-        f"{figure.speed.median:,.1f}",
+        f"{figure.speed.tokens_per_s:,.1f}",
         f"{figure.speed.spread:.1%}",
         *(f"{value:,.3f}" for value in (figure.steps.p50, figure.steps.p95, figure.steps.p99)),
         "-" if limit is None else f"{limit:,.0f}",

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 SEQUENCES = "1,2,4,...,256"
 SEQUENCES_ON_CPU = "1,2,4"
+CONTEXT, SLOPE_BETWEEN = 512, (16, 144)
+WALL_INPUT, WALL_OUTPUT = 8, 32
+"""Of the article that this engine answers: 8 tokens in, 32 out."""
 
 NOT_DONE = {
     "prompts are random token ids, there is no data set": (
@@ -125,7 +128,7 @@ of_peers = chain(
 )
 
 
-@benchmark.command()
+@benchmark.command(short_help="Decode speed by batch, beside the device's limit (the default).")
 @click.option(
     "--n",
     "sequences",
@@ -139,13 +142,13 @@ of_peers = chain(
     show_default=True,
     help="slope: from the difference of two output lengths, in which prefill cancels; wall: all of it, prefill too.",
 )
-@click.option("--context", type=Sizes(), help="slope: tokens of each prompt.  [default: 512]")
-@click.option("--input-len", type=Sizes(), help="wall: tokens of each prompt.  [default: 8]")
+@click.option("--context", type=Sizes(), help=f"slope: tokens of each prompt.  [default: {CONTEXT}]")
+@click.option("--input-len", type=Sizes(), help=f"wall: tokens of each prompt.  [default: {WALL_INPUT}]")
 @click.option(
     "--output-len",
     type=Sizes(),
-    help="wall: tokens of each output [default: 32]; slope: the two lengths  [default: 16,144, later where the batch "
-    "takes longer to be read]",
+    help=f"wall: tokens of each output  [default: {WALL_OUTPUT}]; slope: the two lengths  "
+    "[default: {},{}, later where a batch takes longer to be read]".format(*SLOPE_BETWEEN),
 )
 @click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, help="The figure is the median.")
 @into_file("--plot", help="Draw speed and step times against batch: .png or .svg (needs matplotlib).")
@@ -203,16 +206,16 @@ def prompt_and_output(
     if protocol == "wall":
         if context:
             raise click.UsageError("--context is for --protocol slope, wall has --input-len")
-        return [(prompt, (output,)) for prompt in input_len or (8,) for output in output_len or (32,)]
+        return [(prompt, (output,)) for prompt in input_len or (WALL_INPUT,) for output in output_len or (WALL_OUTPUT,)]
     if input_len:
         raise click.UsageError("--input-len is for --protocol wall, slope has --context")
-    outputs = output_len or (16, 144)
+    outputs = output_len or SLOPE_BETWEEN
     if len(outputs) != 2:
         raise click.UsageError(f"--output-len has {len(outputs)} lengths, a slope is between two, as in 16,144")
-    return [(prompt, outputs) for prompt in context or (512,)]
+    return [(prompt, outputs) for prompt in context or (CONTEXT,)]
 
 
-@benchmark.command(cls=PeerCommand)
+@benchmark.command(cls=PeerCommand, short_help="As `vllm bench throughput`.")
 @click.option("--backend", type=click.Choice(["vllm"]), default="vllm", help="This engine stands in for it.")
 @click.option("--dataset-name", type=click.Choice(["random"]), default="random", show_default=True)
 @click.option("--num-prompts", type=Size(), default=1000, show_default=True)
@@ -279,7 +282,7 @@ def throughput(
         emit(ready, lines, fields | extra, file, output_json, fields)
 
 
-@benchmark.command(cls=PeerCommand)
+@benchmark.command(cls=PeerCommand, short_help="As `vllm bench latency`.")
 @click.option("--input-len", type=Size(), default=32, show_default=True, help="Tokens of a prompt.")
 @click.option("--output-len", type=Size(), default=128, show_default=True, help="Tokens of an output.")
 @click.option("--batch-size", type=Size(), default=8, show_default=True, help="Prompts at once.")

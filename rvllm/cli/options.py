@@ -36,7 +36,7 @@ def size(text: str) -> int:
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """Rising numbers, as in 128,1k,8k; `...` goes on by the ratio of the two before: 1,2,4,...,256. Raises ValueError."""
+    """Rising numbers: 128,1k,8k; `...` goes on by the ratio of the two before it: 1,2,4,...,256. Raises ValueError."""
     found: list[int] = []
     parts = [part.strip() for part in text.split(",")]
     for place, part in enumerate(parts):

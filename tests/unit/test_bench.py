@@ -13,7 +13,7 @@ import pytest
 
 from rvllm.bench import runs
 from rvllm.bench.decode import Bench, Cell, measure
-from rvllm.bench.figures import Repeated, percentiles, slope, step_times
+from rvllm.bench.figures import Speed, percentiles, rate, slope, step_times
 from rvllm.bench.latency import Batch, latency
 from rvllm.bench.limit import Limits, Work
 from rvllm.bench.plot import check_plot, plot
@@ -54,12 +54,15 @@ def limits_of(case: str, card: Device = DEVICES["h200"]) -> Limits:
 
 
 def test_a_slope_is_free_of_what_both_runs_have_in_common() -> None:
-    assert slope((32, 288), (7.0 + 32 / 512, 7.0 + 288 / 512)) == 512
+    short, long = ([begun + tokens / 512 for begun in (7.0, 9.0, 8.0)] for tokens in (32, 288))
+    assert slope((32, 288), short, long) == Speed(512.0, 0.0)
+    # One slow run moves the spread, not the figure.
+    assert slope((32, 288), [7.0] * 3, [7.5, 7.75, 7.5]) == Speed(512.0, 0.5)
 
 
 def test_a_longer_run_that_is_not_slower_has_no_slope() -> None:
     with pytest.raises(WrongOutput, match="no slope"):
-        slope((32, 288), (1.0, 1.0))
+        slope((32, 288), [1.0, 1.0, 1.0], [1.0, 2.0, 0.5])
 
 
 def test_percentiles_are_those_of_numpy() -> None:
@@ -70,8 +73,7 @@ def test_percentiles_are_those_of_numpy() -> None:
 
 
 def test_a_repeated_rate_is_its_median_and_its_spread() -> None:
-    speed = Repeated((100.0, 80.0, 110.0))
-    assert (speed.median, speed.spread) == (100.0, 0.3)
+    assert rate(100, [1.0, 1.25, 0.5]) == Speed(100.0, 0.75)
 
 
 # --- Decode
@@ -81,7 +83,8 @@ def test_the_slope_is_the_speed_of_steps_that_all_sequences_share(start: Callabl
     figures = measure(start(Clockwork()), [Cell(n, 20, (2, 10)) for n in (1, 4, 8)], repeats=3)
     for figure, n in zip(figures, (1, 4, 8)):
         step_s = STEP_S + n * ROW_S
-        assert figure.speed.each == (n / step_s,) * 3
+        assert figure.speed == Speed(n / step_s, 0.0)
+        assert figure.wall_s == ((n * READ_S + step_s,) * 3, (n * READ_S + 9 * step_s,) * 3)
         assert figure.steps.p50 == figure.steps.p99 == 1e3 * step_s
         assert figure.share is None
 
@@ -91,9 +94,9 @@ def test_output_lengths_are_later_where_prompts_take_long_to_be_read(start: Call
     bench = start(Clockwork(prompts=1))
     (figure,) = measure(bench, [Cell(16, 20, (2, 10), settled=False)], repeats=1)
     assert figure.cell.outputs[0] >= 16 and figure.cell.outputs[1] - figure.cell.outputs[0] == 8
-    assert figure.speed.median == 16 / (STEP_S + 16 * ROW_S)
+    assert figure.speed.tokens_per_s == 16 / (STEP_S + 16 * ROW_S)
     short, long = (bench.run(16, 20, output) for output in (2, 10))
-    assert 16 * 8 / (long.seconds - short.seconds) > 1.1 * figure.speed.median
+    assert 16 * 8 / (long.seconds - short.seconds) > 1.1 * figure.speed.tokens_per_s
 
 
 def test_lengths_of_the_users_own_are_refused_instead(start: Callable[..., Bench]) -> None:
@@ -109,7 +112,7 @@ def test_later_lengths_stay_within_the_context(start: Callable[..., Bench]) -> N
 
 def test_wall_counts_all_outputs_over_all_the_time(start: Callable[..., Bench]) -> None:
     (figure,) = measure(start(Clockwork()), [Cell(4, 8, (32,))], repeats=2)
-    assert figure.speed.median == 4 * 32 / (4 * READ_S + 31 * (STEP_S + 4 * ROW_S))
+    assert figure.speed.tokens_per_s == 4 * 32 / (4 * READ_S + 31 * (STEP_S + 4 * ROW_S))
     assert figure.steps.p50 == 1e3 * (STEP_S + 4 * ROW_S) < figure.steps.p99
 
 
@@ -224,7 +227,7 @@ def test_a_speed_within_it_has_a_share(start: Callable[..., Bench]) -> None:
     for cell in (Cell(2, 8, (2, 10)), Cell(2, 8, (10,))):
         (figure,) = measure(start(Clockwork(), limits), [cell], repeats=1)
         assert figure.limit_tokens_per_s is not None
-        assert figure.share == figure.speed.median / figure.limit_tokens_per_s < 1
+        assert figure.share == figure.speed.tokens_per_s / figure.limit_tokens_per_s < 1
 
 
 # --- vLLM's
