@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rvllm.bench.decode import Bench
-from rvllm.bench.figures import percentiles
+from rvllm.bench.figures import StepTimes, percentiles, step_times
 from rvllm.bench.limit import Work
 from rvllm.bench.runs import Run, run
 from rvllm.bench.throughput import SAMPLING
@@ -40,6 +40,10 @@ class Latency:
     @property
     def seconds(self) -> list[float]:
         return [done.seconds for done in self.runs]
+
+    @property
+    def steps(self) -> StepTimes:
+        return step_times([seconds for done in self.runs for seconds in done.step_seconds()])
 
     @property
     def share(self) -> float | None:

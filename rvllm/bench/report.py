@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rvllm.bench.decode import Figure
-from rvllm.bench.figures import StepTimes, step_times
+from rvllm.bench.figures import StepTimes
 from rvllm.bench.latency import PERCENTILES, Latency
 from rvllm.bench.throughput import Throughput
 from rvllm.program.cost import Device
@@ -66,7 +67,7 @@ def throughput_lines(result: Throughput) -> list[str]:
     return [
         f"{result.requests:,} requests in {seconds:,.3f} s: {rates}, {result.output_tokens_per_s:,.2f} output tokens/s",
         f"tokens: {result.prompt_tokens:,} of prompts, {result.output_tokens:,} of outputs",
-        _steps_line(step_times(result.run.step_seconds())),
+        _steps_line(result.steps),
         _limit_line(result.limit_seconds, result.share),
     ]
 
@@ -74,13 +75,17 @@ def throughput_lines(result: Throughput) -> list[str]:
 def latency_lines(result: Latency) -> list[str]:
     """The mean and vLLM's percentiles, the steps, and the share of the limit."""
     found = result.vllm("")
-    of_steps = [seconds for done in result.runs for seconds in done.step_seconds()]
     return [
         f"latency: {found['avg_latency']:.4f} s in the mean of {len(result.runs):,}",
         ", ".join(f"P{percent} {found['percentiles'][str(percent)]:.4f} s" for percent in PERCENTILES),
-        _steps_line(step_times(of_steps)),
+        _steps_line(result.steps),
         _limit_line(result.limit_seconds, result.share),
     ]
+
+
+def beside_vllms(steps: StepTimes, share: float | None) -> dict[str, Any]:
+    """What our JSON has that vLLM's has not."""
+    return {"step_ms": asdict(steps), "share_of_limit": share}
 
 
 def _steps_line(steps: StepTimes) -> str:

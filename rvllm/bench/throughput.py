@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from rvllm.bench.decode import Bench
+from rvllm.bench.figures import StepTimes, step_times
 from rvllm.bench.limit import Work
 from rvllm.bench.runs import Ids, Run, run
 from rvllm.bench.trust import check_speed
@@ -68,6 +69,10 @@ class Throughput:
     def share(self) -> float | None:
         """Of the device's limit."""
         return None if self.limit_seconds is None else self.limit_seconds / self.run.seconds
+
+    @property
+    def steps(self) -> StepTimes:
+        return step_times(self.run.step_seconds())
 
     @property
     def output_tokens_per_s(self) -> float:

@@ -19,15 +19,19 @@ AFTER_PROMPTS, AFTER_ONE = 8, 36  # tokens of output; 36 after one token cross t
 _HINT = "no figure is printed; `rvllm doctor --check MODEL` names the op that is wrong on a GPU"
 
 
-def check_outputs(engine: Stepping, workload: Workload, *, vocab: int, rows: int, max_tokens: int) -> int:
+def check_outputs(
+    engine: Stepping, workload: Workload, *, vocab: int, rows: int, max_tokens: int, max_prompt: int
+) -> int:
     """Raise WrongOutput where the engine breaks a promise; the number of tokens that were looked at.
 
     The same prompts give the same tokens twice, once with log-probabilities, which have to be finite; rows that decode
     together (up to `rows`, at most MOST_ROWS) draw what each draws alone: prompts of one token do nothing but decode.
-    `max_tokens`: the longest prompt and output together.
+    `max_tokens`: the longest prompt and output together; `max_prompt`: the longest prompt that the engine reads anew
+    each time: what it finds in its cache may have been read with other neighbours, and so with other roundings.
     """
     rows = min(rows, MOST_ROWS)
-    lengths = [min(PROMPT_TOKENS[place % len(PROMPT_TOKENS)], max_tokens - 1) for place in range(min(rows, 8))]
+    longest = min(max_prompt, max_tokens - 1)
+    lengths = [min(PROMPT_TOKENS[place % len(PROMPT_TOKENS)], longest) for place in range(min(rows, 8))]
     # Each gets as many as the longest leaves room for: a context may be tiny.
     output = min(AFTER_PROMPTS, max_tokens - max(lengths))
     prompts = workload.prompts(lengths)

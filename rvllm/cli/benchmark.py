@@ -113,7 +113,9 @@ def max_num_seqs(**how: Any) -> Callable[[Any], Any]:
 common = chain(
     click.argument("model_argument", metavar="[MODEL]", required=False),
     model_setting,
-    click.option("--seed", type=int, default=0, show_default=True, help="Of the prompts and what is drawn."),
+    click.option(
+        "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the prompts and what is drawn."
+    ),
     into_file("--json", help="Write all figures there, with device, driver, versions and settings."),
     setting("max_num_batched_tokens", type=Size(), show_default=True, help="Tokens of one step."),
     engine_settings,
@@ -278,7 +280,10 @@ def throughput(
         )
         fields = result.vllm(ready.facts["model"])
         lines = [*report.head(ready.facts, ready.card), "", *report.throughput_lines(result)]
-        extra = {"output_tokens_per_second": result.output_tokens_per_s, "share_of_limit": result.share}
+        extra = {
+            "output_tokens_per_second": result.output_tokens_per_s,
+            **report.beside_vllms(result.steps, result.share),
+        }
         emit(ready, lines, fields | extra, file, output_json, fields)
 
 
@@ -318,7 +323,7 @@ def latency(
         result = latency.latency(ready.bench, batch, warmups=num_iters_warmup, iterations=num_iters)
         fields = result.vllm(ready.facts["model"])
         lines = [*report.head(ready.facts, ready.card), "", *report.latency_lines(result)]
-        emit(ready, lines, fields | {"share_of_limit": result.share}, file, output_json, fields)
+        emit(ready, lines, fields | report.beside_vllms(result.steps, result.share), file, output_json, fields)
 
 
 def model_named(options: dict[str, Any]) -> dict[str, Any]:

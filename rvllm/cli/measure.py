@@ -81,7 +81,15 @@ def prepare(settings: Mapping[str, Any], sequences: int, tokens: int, talk: Talk
     longest = engine.limits.max_model_len
     need_context(tokens, longest, "raise --kv-cache-memory-bytes or")
     workload = Workload(source.config.vocab_size, config.seed or 0)
-    equal = check_outputs(engine, workload, vocab=source.config.vocab_size, rows=sequences, max_tokens=longest)
+    equal = check_outputs(
+        engine,
+        workload,
+        vocab=source.config.vocab_size,
+        rows=sequences,
+        max_tokens=longest,
+        # Only whole blocks are kept for others.
+        max_prompt=config.block_size - 1 if reuses(config) else longest,
+    )
     facts["checks"] = f"{equal:,} tokens equal when drawn again and alone{checked}"
     limits = Limits(gpu_program(source, config), card) if card else None
     facts["limits"] = card and {"card": card.name, "bytes_per_s": card.bytes_per_s, "flops_per_s": card.flops_per_s}

@@ -133,6 +133,20 @@ def test_the_table_has_a_line_a_figure_in_columns(start: Callable[..., Bench]) -
     assert len({len(line) for line in (head, *lines)}) == 1
 
 
+def test_steps_are_timed_between_returns_and_counted_where_all_draw(start: Callable[..., Bench]) -> None:
+    done = start(Clockwork(prompts=1)).run(3, 20, 5)
+    assert [len(events) for events in done.events] == [1, 2, 3, 3, 3, 2, 1]
+    assert done.step_seconds() == [READ_S] * 3 + [STEP_S + n * ROW_S for n in (3, 3, 2, 1)]
+    assert done.step_seconds(3) == [STEP_S + 3 * ROW_S] * 2
+    assert (done.most_at_once, done.reading_steps()) == (3, 2)
+
+
+def test_a_check_of_an_engine_that_keeps_prompts_stays_below_what_it_keeps() -> None:
+    engine = Clockwork()
+    check_outputs(engine, Workload(VOCAB, 0), vocab=VOCAB, rows=64, max_tokens=4096, max_prompt=31)
+    assert max(len(request.prompt_ids) for request in engine.added) == 31
+
+
 # --- Limits
 
 
@@ -178,7 +192,9 @@ def test_one_token_each_is_reading_alone() -> None:
 
 def test_an_engine_that_keeps_its_promises_passes() -> None:
     for rows, max_tokens in ((1, 4096), (3, 16), (64, 4096), (256, 4096)):
-        check_outputs(Clockwork(), Workload(VOCAB, 0), vocab=VOCAB, rows=rows, max_tokens=max_tokens)
+        check_outputs(
+            Clockwork(), Workload(VOCAB, 0), vocab=VOCAB, rows=rows, max_tokens=max_tokens, max_prompt=max_tokens
+        )
 
 
 def forgetful(request: Request, place: int, together: int) -> int:
@@ -206,7 +222,7 @@ def neighbourly(request: Request, place: int, together: int) -> int:
 )
 def test_an_engine_that_does_not_is_refused_by_name(engine: Clockwork, said: str) -> None:
     with pytest.raises(WrongOutput, match=said):
-        check_outputs(engine, Workload(VOCAB, 0), vocab=VOCAB, rows=256, max_tokens=4096)
+        check_outputs(engine, Workload(VOCAB, 0), vocab=VOCAB, rows=256, max_tokens=4096, max_prompt=4096)
 
 
 def test_a_speed_beyond_the_limit_is_refused(start: Callable[..., Bench]) -> None:
