@@ -27,7 +27,7 @@ def head(facts: Facts, card: Device | None) -> list[str]:
         f"model   {facts['model']}, {facts['dtype']}{', dummy weights' if facts['dummy_weights'] else ''}",
         f"device  {', '.join(place)}",
         f"limit   {limit}",
-        f"checks  {facts['checks']}",
+        f"checks  {'; '.join(facts['checks'])}",
     ]
 
 

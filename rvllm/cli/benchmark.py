@@ -274,7 +274,8 @@ def throughput(
         )
         settings = measure.with_device(model_named(options), talk)
         at_once = settings["max_num_seqs"]
-        ready = measure.prepare(settings, at_once, asked.most_tokens, talk, reuse=True)
+        most = min(at_once, num_prompts * copies)
+        ready = measure.prepare(settings, most, asked.most_tokens, talk, reuse=True)
         result = throughput.throughput(
             ready.bench, asked, warmups=num_warmups, seed=seed, at_once=at_once, reuses=ready.reuses
         )

@@ -63,39 +63,30 @@ def prepare(settings: Mapping[str, Any], sequences: int, tokens: int, talk: Talk
     source = open_source(files, load_format=config.load_format, warn=talk.note)
     need_context(tokens, context_length(source.config, config.max_model_len), "raise --max-model-len or")
     facts = place_facts(config, source)
-    card = None
-    checked = ""
-    if config.device == "cuda":
-        facts["device"], gpu = check.open_gpu(talk.note)
-        facts["tier"] = gpu.tier
-        card = card_named(facts["device"])
-        checked = f"; every op within {check_ops(source, config.dtype, gpu, talk.progress):.1f} roundings"
-    engine = load_engine(
-        source,
-        config,
-        vocab_limit=source.config.vocab_size,
-        eos_ids=frozenset(),
-        progress=talk.progress,
-        warn=talk.note,
-    )
+    card = check_gpu(source, config, facts, talk) if config.device == "cuda" else None
+    vocab = source.config.vocab_size
+    engine = load_engine(source, config, vocab_limit=vocab, eos_ids=frozenset(), progress=talk.progress, warn=talk.note)
     longest = engine.limits.max_model_len
     need_context(tokens, longest, "raise --kv-cache-memory-bytes or")
-    workload = Workload(source.config.vocab_size, config.seed or 0)
-    equal = check_outputs(
-        engine,
-        workload,
-        vocab=source.config.vocab_size,
-        rows=sequences,
-        max_tokens=longest,
-        # Only whole blocks are kept for others.
-        max_prompt=config.block_size - 1 if reuses(config) else longest,
-    )
-    facts["checks"] = f"{equal:,} tokens equal when drawn again and alone{checked}"
+    workload = Workload(vocab, config.seed or 0)
+    # Of a prompt that is kept for others, only whole blocks are.
+    fresh = config.block_size - 1 if reuses(config) else longest
+    equal = check_outputs(engine, workload, vocab=vocab, rows=sequences, max_tokens=longest, max_prompt=fresh)
+    facts["checks"].insert(0, f"{equal:,} tokens equal when drawn again and alone")
     limits = Limits(gpu_program(source, config), card) if card else None
-    facts["limits"] = card and {"card": card.name, "bytes_per_s": card.bytes_per_s, "flops_per_s": card.flops_per_s}
     gc.collect()
     gc.freeze()  # as a server does once it is warm: what has been loaded is not looked through again
     return Ready(Bench(engine, workload, limits, longest, talk.progress), facts, card, reuses(config))
+
+
+def check_gpu(source: Source, config: EngineConfig, facts: dict[str, Any], talk: Talk) -> Device | None:
+    """The card, if its limits are known; the facts then say what it is and that it computes right."""
+    facts["device"], gpu = check.open_gpu(talk.note)
+    facts["tier"] = gpu.tier
+    facts["checks"].append(f"every op within {check_ops(source, config.dtype, gpu, talk.progress):.1f} roundings")
+    card = card_named(facts["device"])
+    facts["limits"] = card and {"card": card.name, "bytes_per_s": card.bytes_per_s, "flops_per_s": card.flops_per_s}
+    return card
 
 
 def engine_config(settings: Mapping[str, Any], sequences: int, reuse: bool) -> EngineConfig:
@@ -139,6 +130,8 @@ def place_facts(config: EngineConfig, source: Source) -> dict[str, Any]:
         "driver": found["nvidia"]["driver"] if on_gpu else None,
         "cuda": found["nvidia"]["cuda"] if on_gpu else None,
         "python": found["python"]["version"],
+        "limits": None,
+        "checks": [],
         "settings": {
             name: getattr(config, name)
             for name in (
