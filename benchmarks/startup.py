@@ -103,11 +103,11 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "rvllm-startup")
     parser.add_argument("--cold", action="store_true", help="take the weights out of the page cache before each start")
     arguments = parser.parse_args()
-    from benchmarks.gpu import SHAPES
 
     folder = arguments.folder / arguments.shape
     if not (folder / "model.safetensors").exists():
-        write_model(folder, SHAPES[arguments.shape])
+        config = ROOT / "benchmarks" / "shapes" / arguments.shape / "config.json"
+        write_model(folder, json.loads(config.read_text(encoding="utf-8")))
     weights = folder / "model.safetensors"
     weights.read_bytes()  # into the page cache
     runs = []

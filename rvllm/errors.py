@@ -9,6 +9,7 @@ RvllmError                     carries `message` and, where there is a way out, 
 │   ├── CheckpointError        a weight file is missing, truncated, inconsistent, or in a refused format
 │   ├── TokenizerError         no tokenizer, or a broken one
 │   └── DeviceError            no driver, no device, not enough memory
+├── WrongOutput                a benchmark's output or speed cannot be: no figure is printed, exit code 1
 └── EngineError                the engine failed while serving; requests in flight end with it
 """
 
@@ -61,6 +62,10 @@ class TokenizerError(StartError):
 
 class DeviceError(StartError):
     """The device or its driver cannot be used."""
+
+
+class WrongOutput(RvllmError):
+    """What the engine put out, or how fast, cannot be right; a benchmark refuses to print a figure."""
 
 
 class EngineError(RvllmError):

@@ -151,6 +151,26 @@ def nvidia() -> Facts:
     return facts
 
 
+def commit(root: Path = Path(__file__).parents[2]) -> str | None:
+    """The commit of these files: of an archive that git made, or of what is checked out, marked where files differ.
+
+    None where neither is known: a wheel and the one file have only a version.
+    """
+    archival = _text(str(root / ".git_archival.txt"))
+    if archival is None:  # not our repository's root, whatever repository it may lie in
+        return None
+    archived = archival.split()[1]
+    if not archived.startswith("$"):
+        return archived
+    import subprocess
+
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        return subprocess.run(command, cwd=root, capture_output=True, text=True).stdout.strip() or None
+    except OSError:
+        return None
+
+
 def _kernel_driver() -> str | None:
     """The version of the kernel's NVIDIA module, such as 580.65.06."""
     module = _text("/sys/module/nvidia/version")

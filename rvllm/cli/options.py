@@ -35,6 +35,28 @@ def size(text: str) -> int:
     return int(value)
 
 
+def sizes(text: str) -> tuple[int, ...]:
+    """Rising numbers: 128,1k,8k; `...` goes on by the ratio of the two before it: 1,2,4,...,256. Raises ValueError."""
+    found: list[int] = []
+    parts = [part.strip() for part in text.split(",")]
+    for place, part in enumerate(parts):
+        if part != "...":
+            found.append(size(part))
+            continue
+        if len(found) < 2 or found[-2] < 1 or found[-1] % found[-2] or found[-1] == found[-2]:
+            raise ValueError(
+                f"{text!r}: ... goes on by the whole ratio of the two numbers before it, as in 1,2,...,256"
+            )
+        if place + 2 != len(parts):
+            raise ValueError(f"{text!r}: one number comes after ..., the last")
+        ratio, last = found[-1] // found[-2], size(parts[-1])
+        while found[-1] * ratio < last:
+            found.append(found[-1] * ratio)
+    if min(found) < 1 or any(one >= other for one, other in zip(found, found[1:])):
+        raise ValueError(f"{text!r}: the numbers must be above 0 and rise")
+    return tuple(found)
+
+
 def in_gib(nbytes: int) -> str:
     """Bytes for people: 4.00 GiB, or 12.5 MiB where it is less than one."""
     return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.1f} MiB"
@@ -63,6 +85,21 @@ class Size(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic 
         return number
 
 
+class Sizes(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic from click 8.5 on
+    """Rising numbers above 0, read by `sizes`."""
+
+    name = "sizes"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        return "SIZE,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        try:
+            return value if isinstance(value, tuple) else sizes(value)
+        except ValueError as cause:
+            self.fail(str(cause), param, ctx)
+
+
 def chain(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
     """Several options as one decorator, shown in this order."""
 
@@ -79,9 +116,11 @@ def setting(name: str, **how: Any) -> Callable[[Command], Command]:
     return click.option("--" + name.replace("_", "-"), name, **{"default": DEFAULTS[name], **how})
 
 
-model_settings = chain(
-    setting("model", metavar="MODEL", show_default=True, help="A folder, GGUF file, or name in Hugging Face's cache."),
-    setting("tokenizer", metavar="MODEL", help="Take the tokenizer from there instead."),
+model_setting = setting(
+    "model", metavar="MODEL", show_default=True, help="A folder, GGUF file, or name in Hugging Face's cache."
+)
+
+engine_settings = chain(
     setting("device", type=click.Choice(DEVICES), show_default=True, help="Where to compute."),
     setting("dtype", type=click.Choice(DTYPES), show_default=True, help="Of activations."),
     setting("load_format", type=click.Choice(LOAD_FORMATS), show_default=True, help="dummy: random weights."),
@@ -99,6 +138,17 @@ model_settings = chain(
         show_default=True,
         help="Tokens of a cache block.",
     ),
+    setting(
+        "gpu_memory_utilization", type=click.FloatRange(0.01, 1.0), show_default=True, help="Share of a GPU to use."
+    ),
+    setting("enforce_eager", is_flag=True, help="Launch kernels one by one, not as graphs: for debugging."),
+    setting("offline", is_flag=True, help="Never fetch the default model."),
+)
+"""Options that become EngineConfig's fields, but for the model and its text."""
+
+model_settings = chain(
+    model_setting,
+    setting("tokenizer", metavar="MODEL", help="Take the tokenizer from there instead."),
     setting("chat_template", metavar="FILE|TEXT", help="A Jinja template instead of the model's own."),
     setting(
         "generation_config",
@@ -106,11 +156,7 @@ model_settings = chain(
         show_default=True,
         help="Where sampling defaults come from: the model, nowhere, or a folder's generation_config.json.",
     ),
-    setting(
-        "gpu_memory_utilization", type=click.FloatRange(0.01, 1.0), show_default=True, help="Share of a GPU to use."
-    ),
-    setting("enforce_eager", is_flag=True, help="Launch kernels one by one, not as graphs: for debugging."),
-    setting("offline", is_flag=True, help="Never fetch the default model."),
+    engine_settings,
 )
 """Options that become EngineConfig's fields."""
 

@@ -9,7 +9,6 @@ where nothing ran.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -25,7 +24,7 @@ if str(ROOT) not in sys.path:
 
 from rvllm.backend.cuda.driver import driver_version  # noqa: E402
 from rvllm.backend.cuda.kernels import Gpu  # noqa: E402
-from rvllm.cli.machine import nvidia  # noqa: E402
+from rvllm.cli.machine import commit, nvidia  # noqa: E402
 from rvllm.errors import DeviceError  # noqa: E402
 
 # Named, because the others' imports need packages that a machine with a GPU may lack.
@@ -52,23 +51,6 @@ def machine() -> dict[str, Any]:
     gpu = Gpu(0, print)
     version = "{}.{}".format(*driver_version())
     return {"device": gpu.gpu.name, "driver": nvidia()["driver"], "cuda": version, "tier": gpu.tier}
-
-
-def commit() -> str | None:
-    """The commit of these files: of an archive that git made, or of what is checked out, marked where files differ from it.
-
-    None where neither is known.
-    """
-    archived = (ROOT / ".git_archival.txt").read_text(encoding="utf-8").split()[1]
-    if not archived.startswith("$"):
-        return archived
-    try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40"], cwd=ROOT, capture_output=True, text=True
-        )
-    except OSError:
-        return None
-    return done.stdout.strip() or None
 
 
 def record(facts: dict[str, Any]) -> None:

@@ -70,6 +70,12 @@ def test_help_of_chat_loads_nothing_heavy() -> None:
     assert not heavy(modules)
 
 
+def test_help_of_benchmark_loads_nothing_heavy() -> None:
+    modules = modules_after("import rvllm.cli.benchmark")
+    assert not {name for name in modules if name.startswith(("rvllm.bench", "rvllm.engine"))}
+    assert not heavy(modules)
+
+
 def test_the_driver_module_loads_no_binding() -> None:
     modules = modules_after("import rvllm.backend.cuda.driver")
     assert not {name for name in modules if name.partition(".")[0] == "cuda"}

@@ -9,6 +9,7 @@ PACKAGE = Path(__file__).parents[2] / "rvllm"
 LAYERS = [
     "__main__",
     "cli",
+    "bench",
     "llm",
     "text",
     "engine",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from rvllm.cli.explain import Run, fold, step_load
 from rvllm.cli.failure import Debug
 from rvllm.cli.fit import RUNTIME_BYTES, on_cpu, on_gpu
 from rvllm.cli.gpus import card_named
-from rvllm.cli.machine import cpu, free_memory, memory
+from rvllm.cli.machine import commit, cpu, free_memory, memory
 from rvllm.cli.main import commands
 from rvllm.cli.model import OpenedModel, open_model
 from rvllm.cli.options import in_gib
@@ -315,3 +317,18 @@ def test_a_machine_that_says_nothing_of_its_memory_is_no_error() -> None:
 def test_bytes_for_people() -> None:
     assert in_gib(24 << 30) == "24.00 GiB"
     assert in_gib(3 << 19) == "1.5 MiB"
+
+
+def test_files_of_an_archive_say_which_commit_they_are(tmp_path: Path) -> None:
+    (tmp_path / ".git_archival.txt").write_text("commit: 0123abc\n", encoding="utf-8")
+    assert commit(tmp_path) == "0123abc"
+    (tmp_path / ".git_archival.txt").write_text("commit: $Format:%H$\n", encoding="utf-8")
+    assert commit(tmp_path) is None  # neither an archive nor a repository
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_a_repository_that_an_installation_lies_in_is_not_ours(tmp_path: Path) -> None:
+    git = ("git", "-C", str(tmp_path), "-c", "user.name=nobody", "-c", "user.email=nobody@localhost")
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "another project"], check=True)
+    assert commit(tmp_path) is None

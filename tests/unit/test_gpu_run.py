@@ -36,14 +36,6 @@ def test_a_result_of_each_tier_is_kept(tmp_path: Path, monkeypatch: pytest.Monke
     assert {tier: facts["counts"]["passed"] for tier, facts in kept.items()} == {"t70": 2, "t90a": 3}
 
 
-def test_files_of_an_archive_say_which_commit_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "ROOT", tmp_path)
-    (tmp_path / ".git_archival.txt").write_text("commit: 0123abc\n", encoding="utf-8")
-    assert run.commit() == "0123abc"
-    (tmp_path / ".git_archival.txt").write_text("commit: $Format:%H$\n", encoding="utf-8")
-    assert run.commit() is None  # neither an archive nor a repository
-
-
 def test_without_a_gpu_nothing_is_run_or_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
