@@ -96,7 +96,7 @@ def _on_gpu(
     if memory is None:
         used = gpu.gpu.total_bytes - gpu.free_bytes()
         memory = int(gpu.gpu.total_bytes * config.gpu_memory_utilization) - used
-        memory -= memory_bytes(program, limits) + RUNTIME_BYTES
+        memory -= memory_bytes(program, limits, gpu.multiprocessors) + RUNTIME_BYTES
     size = cache_size(program, source.config.max_position, config, max(memory, 0), warn)
     model = CudaModel(
         program,

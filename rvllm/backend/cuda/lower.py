@@ -29,6 +29,10 @@ from rvllm.program.ops import (
 from rvllm.program.program import Program, joined_name
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+MOST_SPLITS = 32  # into which decoding cuts the keys of a sequence
+SHORT_PROMPTS = (
+    16  # sequences of a step whose last tile of queries gets a block of its own, if they bring more than one token
+)
 LINEAR_TOKENS = 64  # up to here weights are streamed past the tokens, beyond they meet in tiles
 WIDTH_A_BLOCK = 2048  # elements of a row that one block of the element-wise kernels does
 FUSIONS = frozenset({"linear_add", "linear_act_mul"})
@@ -49,16 +53,12 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The sizes of a step as far as launches depend on them.
-
-    The first `decodes` of the `sequences` bring one token each, the others at most `longest` tokens.
-    """
+    """The sizes that a step is padded to. prefills: whether any sequence may bring more than one token."""
 
     tokens: int
     rows: int
     sequences: int
-    decodes: int
-    longest: int
+    prefills: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,43 +220,40 @@ def _tiled(stem: str, entry: str, tokens: int, rows: int, arguments: tuple[int |
 
 @_plain.register
 def _(op: Attention, target: Target) -> list[Launch]:
-    """One launch for the sequences that bring one token, which come first, and one for those that bring more."""
+    """One launch for all sequences that bring one token, one for all that bring more: each has its list of work."""
     bucket, group = target.bucket, _group(op.block_tables)
-    kv_heads, head_dim = op.cache.shape[2], op.cache.shape[4]
-    assert isinstance(kv_heads, int) and isinstance(head_dim, int), op
-    blocks = target.blocks[group]
+    kv_heads, head_dim = op.cache.sizes({f"blocks.{group}": 1, "block": 1})[2::2]
+    blocks, address = target.blocks[group], target.address
     shape = (op.heads, kv_heads, head_dim, blocks, target.block_size, target.max_blocks, op.scale, op.window or 0)
-    address = target.address
     cached = (address(op.q.name), address(op.cache.name), address(op.block_tables.name))
-    lengths, out = address(op.kv_lengths.name), address(op.out.name)
-    launches = []
-    if bucket.decodes:
-        packs = kv_heads * _covering(op.heads // kv_heads, 8)
-        splits = min(32, _covering(8 * target.multiprocessors, packs * bucket.decodes))
-        entry = f"attention_decode_{_build_for(head_dim, (64, 128, 256))}_{suffix(op.out.dtype)}"
-        values = (*cached, lengths, out, target.workspace, target.counters, *shape)
-        launches.append(Launch("attention_decode", entry, (splits, packs, bucket.decodes), 128, 0, values))
-    if bucket.decodes < bucket.sequences:
-        launches.append(_attention_prefill(op, target, cached, lengths, out, shape))
-    return launches
-
-
-def _attention_prefill(
-    op: Attention,
-    target: Target,
-    cached: tuple[int, int, int],
-    lengths: int,
-    out: int,
-    shape: tuple[int | float, ...],
-) -> Launch:
-    bucket = target.bucket
-    sequences = bucket.sequences - bucket.decodes
-    values = (*cached, target.address(op.query_starts.name), lengths, out, *shape, bucket.decodes)
-    grid = (_covering(bucket.longest, 64), op.heads, sequences)
-    build = _build_for(_width(op.out) // op.heads, (64, 96, 128, 256))
+    out = address(op.out.name)
+    grid = (decode_blocks(op, bucket.sequences, target.multiprocessors), _packs(op))
+    entry = f"attention_decode_{_build_for(head_dim, (64, 128, 256))}_{suffix(op.out.dtype)}"
+    values = (*cached, address(f"decode_work.{group}"), out, target.workspace, target.counters, *shape)
+    decode = Launch("attention_decode", entry, grid, 128, 0, values)
+    if not bucket.prefills:
+        return [decode]
+    # Every sequence may leave a part of a tile. Blocks for more than a few of them would mostly find nothing to do.
+    grid = (op.heads, _covering(bucket.tokens, 64) + min(bucket.sequences, bucket.tokens // 2, SHORT_PROMPTS))
+    build = _build_for(head_dim, (64, 96, 128, 256))
     shared = 384 * (int(build[1:]) + 8) if target.tensor_cores and build != "any" else 0
     entry = f"attention_prefill_{build}_{suffix(op.out.dtype)}"
-    return Launch("attention_prefill", entry, grid, 128, shared, values)
+    return [
+        decode,
+        Launch("attention_prefill", entry, grid, 128, shared, (*cached, address("prefill_work"), out, *shape)),
+    ]
+
+
+def decode_blocks(op: Attention, sequences: int, multiprocessors: int) -> int:
+    """Blocks of decoding for each pack of heads: as many as fill the GPU, or as there can be splits."""
+    return min(MOST_SPLITS * sequences, _covering(8 * multiprocessors, _packs(op)))
+
+
+def _packs(op: Attention) -> int:
+    """The packs of up to eight heads that share keys."""
+    kv_heads = op.cache.shape[2]
+    assert isinstance(kv_heads, int), op
+    return kv_heads * _covering(op.heads // kv_heads, 8)
 
 
 def _build_for(head_dim: int, sizes: tuple[int, ...]) -> str:
@@ -276,9 +273,9 @@ def workspace(program: Program, sequences: int) -> tuple[int, int]:
                 partial = max(partial, 64 * LINEAR_TOKENS * _depth_parts(rows, depth) * (_covering(rows, 16) + 1))
                 counters = max(counters, 4 * _covering(rows, 16))
             elif isinstance(part, Attention):
-                kv_heads, head_dim = part.cache.sizes({f"blocks.{_group(part.block_tables)}": 1, "block": 1})[2::2]
-                partial = max(partial, 4 * sequences * part.heads * 32 * (head_dim + 2))
-                counters = max(counters, 4 * sequences * kv_heads * _covering(part.heads // kv_heads, 8))
+                head_dim = part.cache.sizes({f"blocks.{_group(part.block_tables)}": 1, "block": 1})[4]
+                partial = max(partial, 4 * sequences * part.heads * MOST_SPLITS * (head_dim + 2))
+                counters = max(counters, 4 * sequences * _packs(part))
     return partial, counters
 
 
