@@ -6,15 +6,15 @@
 // gets nothing.
 // workspace: sequences heads 32 (head_dim + 2) f32; counters: sequences kv_heads ceil(heads / kv_heads / 8) u32, zero
 // before the first launch, and zero again after each. Both belong to one launch at a time.
-// launch: grid (G, kv_heads ceil(heads / kv_heads / 8)), block 128, no dynamic shared memory. G changes no bits: about
-//   ceil(8 SMs / y) fills the GPU. _d64, _d128, _d256: for head_dim up to that and a multiple of 8; _any: for any up
-//   to 256.
+// launch: grid (G, kv_heads ceil(heads / kv_heads / 8)), block 128, no dynamic shared memory. One block: an item, for
+//   8 heads at most that share keys; those beyond the list do nothing. _d64, _d128, _d256: for head_dim up to that and a
+//   multiple of 8; _any: for any up to 256.
 // bound: 4 kv_heads head_dim bytes a key that is seen.
 // A sequence's keys are split at multiples of a chunk that depends on how many keys it sees alone; the last block of a
 // (sequence, 8 heads) merges the splits in order. So the bits of a sequence depend on no other, nor on the items.
 // Weights are rounded to X before they meet the values from t80 on, but for _any; else never.
-// assumes: block_size 16, 32 or 64; head_dim even; scale > 0; kv_length >= 1; out overlaps nothing; all start on 16
-//   bytes.
+// assumes: block_size 16, 32 or 64; head_dim even; scale > 0; kv_length >= 1; no more items than G; out overlaps
+//   nothing; all start on 16 bytes.
 // tiers: t70 t80 t90
 #include "attention_fma.cuh"
 #include "attention_splits.cuh"
@@ -147,7 +147,7 @@ DEVICE void end_split(const Room<WIDTH, X>& room, bool alone, int split, int cou
 
 // The item's splits. If those are all of the sequence's, nothing goes through the workspace.
 template <typename Method, int WIDTH, typename X>
-DEVICE void decode(const X* q, const X* cache, const int* block_tables, const DecodeItem& item, bool last_item,
+DEVICE void decode(const X* q, const X* cache, const int* block_tables, const DecodeItem& item,
                    const DecodeArguments& given, const Room<WIDTH, X>& room, X* out) {
   const AttentionShape& shape = given.shape;
   const Place place = place_of_block(item.sequence, shape);
@@ -157,7 +157,7 @@ DEVICE void decode(const X* q, const X* cache, const int* block_tables, const De
   const int64 row = (int64(item.sequence) * shape.heads + place.head) * shape.head_dim;
   const bool alone = item.end - item.first == splits.count;
   put_queries<WIDTH>(q + row, shape.head_dim, place.rows, shape.head_dim, room.queries, thread_index(), thread_count());
-  sync_block();  // and all are done with the item before
+  sync_block();
   Method method(room.queries, place.rows);
   NO_UNROLL
   for (int split = item.first; split < item.end; ++split) {
@@ -167,7 +167,7 @@ DEVICE void decode(const X* q, const X* cache, const int* block_tables, const De
     end_split(room, alone, split, splits.count, place.rows, workspace, out + row);
     sync_block();
   }
-  if (last_item) start_next_grid();  // not before: its blocks would crowd on the SMs that this one leaves free
+  start_next_grid();  // not before: its blocks would crowd on the SMs that this one leaves free
   if (alone || !arrives_last(given.counters + place.counter, item.end - item.first, splits.count)) return;
   merge_splits<WIDTH>(workspace, place.rows, splits.count, room.partials.out, out + row);
 }
@@ -182,16 +182,8 @@ DEVICE void attention_decode(const X* q, const X* cache, const int* block_tables
   SHARED_ARRAY(float, total, ROWS* WIDTH);
   SHARED_ARRAY(float, states, 2 * ROWS * 2);
   const Room<WIDTH, X> room = {queries, {warps_states, warps_states + WARPS * ROWS, warps_out}, total, states};
-  int index = block_x();
-  DecodeItem item = decode_item(work, index);
-  const int count = item_count(work);
-  NO_UNROLL
-  while (index < count) {
-    const int next = index + grid_x();
-    decode<Method>(q, cache, block_tables, item, next >= count, given, room, out);
-    if (next < count) item = decode_item(work, next);
-    index = next;
-  }
+  const DecodeItem item = decode_item(work, block_x());
+  if (block_x() < item_count(work)) decode<Method>(q, cache, block_tables, item, given, room, out);
 }
 
 #if TIER >= 80

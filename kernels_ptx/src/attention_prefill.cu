@@ -12,6 +12,7 @@
 // depend on the tokens beside it, nor on how many of the sequence's tokens are new.
 // assumes: block_size 16, 32 or 64; head_dim even; scale > 0; out overlaps nothing; all start on 16 bytes.
 // tiers: t70 t80
+// spills: at most 40 bytes
 #include "attention_fma.cuh"
 #include "attention_work.cuh"
 #if TIER >= 80
@@ -79,15 +80,14 @@ DEVICE void attention_prefill(const X* q, const X* cache, const int* block_table
   const int64 stride = int64(shape.heads) * shape.head_dim;
   int index = block_y();
   PrefillItem item = prefill_item(work, index);
-  const int count = item_count(work);
   NO_UNROLL
-  while (index < count) {
+  while (index < item_count(work)) {
     const Pages<X> pages = pages_of(cache, block_tables, item.sequence, head / (shape.heads / shape.kv_heads), shape);
     const int64 place = item.row * stride + int64(head) * shape.head_dim;
     Method::attend(q + place, out + place, stride, item.rows, item.position, pages, shape.window,
                    shape.scale * log2_e());
     index += grid_y();
-    if (index >= count) return;
+    if (index >= item_count(work)) return;
     item = prefill_item(work, index);
     sync_block();  // all are done with what they share
   }

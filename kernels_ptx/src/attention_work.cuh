@@ -1,4 +1,4 @@
-// The lists from which the blocks of attention take their work. begin_step makes them; a block takes every grid'th item.
+// The lists from which the blocks of attention take their work. begin_step makes them.
 //
 // A list is a word with the number of its items, three of nothing, and the items, of four words each. It has room for
 // an item a block, so that a block may read its first one before it knows whether that is there.

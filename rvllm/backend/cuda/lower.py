@@ -227,7 +227,8 @@ def _(op: Attention, target: Target) -> list[Launch]:
     shape = (op.heads, kv_heads, head_dim, blocks, target.block_size, target.max_blocks, op.scale, op.window or 0)
     cached = (address(op.q.name), address(op.cache.name), address(op.block_tables.name))
     out = address(op.out.name)
-    grid = (decode_blocks(op, bucket.sequences, target.multiprocessors), _packs(op))
+    pieces = decode_pieces(op, target.multiprocessors)
+    grid = (min(MOST_SPLITS * bucket.sequences, pieces + bucket.sequences), _packs(op))
     entry = f"attention_decode_{_build_for(head_dim, (64, 128, 256))}_{suffix(op.out.dtype)}"
     values = (*cached, address(f"decode_work.{group}"), out, target.workspace, target.counters, *shape)
     decode = Launch("attention_decode", entry, grid, 128, 0, values)
@@ -244,9 +245,9 @@ def _(op: Attention, target: Target) -> list[Launch]:
     ]
 
 
-def decode_blocks(op: Attention, sequences: int, multiprocessors: int) -> int:
-    """Blocks of decoding for each pack of heads: as many as fill the GPU, or as there can be splits."""
-    return min(MOST_SPLITS * sequences, _covering(8 * multiprocessors, _packs(op)))
+def decode_pieces(op: Attention, multiprocessors: int) -> int:
+    """Items of decoding that fill the GPU. Its list has no more than these and one more for each sequence."""
+    return _covering(8 * multiprocessors, _packs(op))
 
 
 def _packs(op: Attention) -> int:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rvllm.backend.cuda.lower import Launch, Target, decode_blocks
+from rvllm.backend.cuda.lower import Launch, Target, decode_pieces
 from rvllm.program.ops import Attention, parts
 from rvllm.program.program import Int32, Program, Step
 
@@ -44,7 +44,7 @@ def layout(program: Program, tokens: int, sequences: int, max_blocks: int, multi
     for group, attention in enumerate(attentions(program)):
         words[f"slots.{group}"] = tokens
         words[f"block_tables.{group}"] = sequences * max_blocks
-        words[f"decode_work.{group}"] = 4 * (1 + sequences + decode_blocks(attention, sequences, multiprocessors))
+        words[f"decode_work.{group}"] = 4 * (1 + sequences + decode_pieces(attention, multiprocessors))
     offsets, offset = {}, 0
     for name, count in words.items():
         offsets[name] = offset
@@ -114,7 +114,7 @@ def begin(program: Program, target: Target, where: Layout) -> list[Launch]:
     launches = []
     for group, attention in enumerate(attentions(program)):
         own = [target.address(f"{name}.{group}") for name in ("slots", "block_tables", "decode_work")]
-        pieces = decode_blocks(attention, bucket.sequences, target.multiprocessors)
+        pieces = decode_pieces(attention, target.multiprocessors)
         numbers = (group, len(program.cache_groups), attention.window or 0, bucket.tokens)
         sizes = (where.sequences, target.max_blocks, target.block_size, pieces, where.prefill_room)
         block = 128 if bucket.tokens <= 128 else 1024
