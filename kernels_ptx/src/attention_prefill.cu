@@ -89,7 +89,7 @@ DEVICE void attention_prefill(const X* q, const X* cache, const int* block_table
     index += grid_y();
     if (index >= item_count(work)) return;
     item = prefill_item(work, index);
-    sync_block();  // all are done with what they share
+    sync_block();  // so that `attend` may begin by writing anything that warps share
   }
 }
 

@@ -207,7 +207,7 @@ def test_the_memory_that_is_reported_is_what_is_allocated() -> None:
     model = cuda_model(opened(REFERENCE / SLIDING), BF16, host, LENGTH)
     blocks = {f"blocks.{group}": count for group, count in enumerate(model._blocks)} | {"block": BLOCK}
     caches = sum(tensor.dtype.nbytes(int(np.prod(tensor.sizes(blocks)))) for tensor in model.program.caches.values())
-    spare = memory_bytes(model.program, model._limits, host.multiprocessors) - (host.allocated_bytes - caches)
+    spare = memory_bytes(model.program, model._limits) - (host.allocated_bytes - caches)
     assert 0 <= spare < 1.5 * 2**20
 
 

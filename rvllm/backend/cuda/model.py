@@ -36,6 +36,7 @@ from rvllm.program.program import Int32, Program, Step
 from rvllm.sampling.sampler import Sampled, SamplingRow
 
 Progress = Callable[[str, int, int], None]
+MOST_MULTIPROCESSORS = 256  # of a GPU, where its memory is only estimated
 PREPARED_SEQUENCES = 64
 """Up to so many decoding sequences have their graph before the first step; other graphs are captured when first used,
 which takes some milliseconds."""
@@ -298,12 +299,16 @@ def activation_dtype(program: Program) -> DType:
     return next(op.out.dtype for op in program.ops if op.out.dtype is not F32)
 
 
-def memory_bytes(program: Program, limits: StepLimits, multiprocessors: int) -> int:
-    """Device memory that a model takes beside its caches and graphs: weights, arena, step block, workspaces."""
-    weights = sum(map(aligned, sizes(program, activation_dtype(program)).values()))
-    step = arena_plan(program, limits).nbytes + step_layout(program, limits, multiprocessors).nbytes
+def memory_bytes(program: Program, limits: StepLimits) -> int:
+    """Device memory that a model takes beside its caches and graphs: weights and what a step needs."""
+    return sum(map(aligned, sizes(program, activation_dtype(program)).values())) + step_bytes(program, limits)
+
+
+def step_bytes(program: Program, limits: StepLimits) -> int:
+    """Device memory for steps up to the limits: arena, step block, workspaces, sampler."""
+    step = arena_plan(program, limits).nbytes + step_layout(program, limits, MOST_MULTIPROCESSORS).nbytes
     sampler = limits.sequences * (5 * program.output.sizes({"rows": 1})[1] + (50 << 10))
-    return weights + step + sum(workspace(program, limits.sequences)) + sampler + (1 << 20)  # and what is small
+    return step + sum(workspace(program, limits.sequences)) + sampler + (1 << 20)  # and what is small
 
 
 def _nbytes(tensor: Tensor, sizes: dict[str, int]) -> int:
