@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from rvllm.backend.cuda import model as module
+from rvllm.backend.cuda import step_block
 from rvllm.backend.cuda.model import CudaModel, memory_bytes
 from rvllm.backend.cuda.step_block import padded_sequences, padded_tokens
 from rvllm.engine.request import Sequence
 from rvllm.engine.scheduler import Chunk
 from rvllm.engine.step import build_step
 from rvllm.program.dtype import BF16, F16, DType, Float32
-from rvllm.program.program import Step
+from rvllm.program.program import Int32, Step
 from rvllm.sampling.params import SamplingParams
 from rvllm.sampling.sampler import SamplingRow
 from tests.gpu.running import BLOCK, BOTH, REFERENCE, Backend, cuda_model, forward, opened, sequence
@@ -152,6 +153,28 @@ def test_block_tables_that_have_grown_are_sent_with_a_step_that_follows(backend:
         return found
 
     assert drawn(grows=True) == drawn(grows=False)
+
+
+@both
+def test_columns_of_the_block_tables_are_sent_when_they_are_needed(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = cuda_model(opened(REFERENCE / SLIDING), BF16, backend.device, LENGTH)
+    counts = [3, BLOCK - 3]  # the second one goes over the border of its first block, and nobody says so
+    monkeypatch.setattr(step_block, "SPARE_COLUMNS", 0)
+    copies: list[int] = []
+    original = CudaModel._copy_in
+
+    def copy_in(self: CudaModel, host: Int32, words: int) -> None:
+        copies.append(words)
+        original(self, host, words)
+
+    monkeypatch.setattr(CudaModel, "_copy_in", copy_in)
+    rebuilt = draw(model, counts, GREEDY, "")
+    copies.clear()
+    assert draw(model, counts, GREEDY, "nothing") == rebuilt
+    groups, rows = 2, len(counts)
+    assert copies == [8 + 4 * rows + 1 + sum(counts) + groups * rows, 8 + groups * rows * 2]
 
 
 def test_a_step_that_follows_is_not_copied() -> None:

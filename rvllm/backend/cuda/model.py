@@ -19,8 +19,10 @@ from rvllm.backend.cuda.kernels import Device
 from rvllm.backend.cuda.lower import Bucket, Launch, Target, lower, workspace
 from rvllm.backend.cuda.sampling import DeviceSampler
 from rvllm.backend.cuda.step_block import (
+    BlockTables,
     Layout,
     begin,
+    columns_for,
     layout,
     pack,
     pack_tables,
@@ -96,7 +98,8 @@ class CudaModel:
         # From here on ops are for the rows of logits that are wanted.
         self._head = next(place for place, op in enumerate(program.ops) if op.out.shape[0] == "rows")
         self._followed = 0  # the sequences that a next step may follow; 0: none may
-        self._tables: tuple[Int32, ...] = ()  # block tables as they are on the device
+        self._tables: BlockTables = ()  # the last step's; the device has the first `_columns` of them
+        self._columns, self._longest = 0, 0  # the latter is the last step's longest sequence, tokens
         self._turn = 0
         self._load(checkpoint, progress)
         self._allocate_caches()
@@ -182,9 +185,11 @@ class CudaModel:
         """Copy the step to the device: its padded sizes."""
         limits = self._limits
         assert len(step.ids) <= limits.tokens and len(step.kv_lengths) <= limits.sequences, (step.sizes, limits)
-        host = self._hosts[self._turn]
-        self._copy_in(host, pack(step, host))
         self._tables, self._followed = step.block_tables, 0
+        self._longest = int(step.kv_lengths.max())
+        self._columns = columns_for(self._tables, self._longest, self._block_size)
+        host = self._hosts[self._turn]
+        self._copy_in(host, pack(step, self._columns, host))
         rows, tokens = len(step.rows), len(step.ids)
         if rows == tokens == step.decode_tokens:
             return self._decode_bucket(tokens)
@@ -195,12 +200,21 @@ class CudaModel:
     def _follow(self, step: Step | None) -> Bucket:
         """Send what the device does not know of a step that follows, which is mostly nothing."""
         assert self._followed, "a step can only follow one that draws a token for each of its sequences"
-        if step is not None and not all(map(np.array_equal, step.block_tables, self._tables)):
+        known = step is None or self._has_tables(step.block_tables)
+        if step is not None:
             assert len(step.block_tables[0]) == self._followed, "a step that follows has the same sequences"
-            host = self._hosts[self._turn]
-            self._copy_in(host, pack_tables(step.block_tables, host))
             self._tables = step.block_tables
+        self._longest += 1
+        if not known or self._longest > self._columns * self._block_size:
+            self._columns = columns_for(self._tables, self._longest, self._block_size)
+            host = self._hosts[self._turn]
+            self._copy_in(host, pack_tables(self._tables, self._columns, host))
         return self._decode_bucket(self._followed)
+
+    def _has_tables(self, tables: BlockTables) -> bool:
+        """Whether these are, as far as the device has any, those that it has."""
+        pairs = zip(tables, self._tables)
+        return all(np.array_equal(new[:, : self._columns], old[:, : self._columns]) for new, old in pairs)
 
     def _copy_in(self, host: Int32, words: int) -> None:
         self._device.copy_in(self._addresses["message"], host.ctypes.data, 4 * words)

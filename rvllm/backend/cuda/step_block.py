@@ -16,7 +16,11 @@ from rvllm.program.program import Int32, Program, Step
 
 ALIGNMENT_BYTES = 256
 HEAD_WORDS = 8
+SPARE_COLUMNS = 8  # of a block table, beyond what a step needs of it
 QUERY_TILE = 64  # new tokens of one item of attention_prefill at most
+
+BlockTables = tuple[Int32, ...]
+"""Of each cache group (sequences, blocks)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,32 +82,39 @@ def padded_tokens(count: int, most: int) -> int:
     return min(-(-count // step) * step, most)
 
 
-def pack(step: Step, to: Int32) -> int:
-    """Write the message of a step that follows none; its words."""
+def pack(step: Step, columns: int, to: Int32) -> int:
+    """Write the message of a step that follows none, with so many columns of its block tables; its words."""
     head = (1, len(step.kv_lengths), step.decode_tokens, len(step.ids), len(step.rows))
     to[: len(head)] = head
     at = HEAD_WORDS
+    # A sequence's tokens have its prompt's length or their own place's, whichever is more: the first one tells which.
     floors = step.lengths[step.query_starts[:-1]]
     for values in (step.kv_lengths, floors, step.query_starts, step.rows, step.ids):
         to[at : at + len(values)] = values
         at += len(values)
-    return _pack_tables(step.block_tables, to, at)
+    return _pack_tables(step.block_tables, columns, to, at)
 
 
-def pack_tables(tables: tuple[Int32, ...], to: Int32) -> int:
-    """Write the message of a step that follows, with other block tables than the step before; its words."""
+def pack_tables(tables: BlockTables, columns: int, to: Int32) -> int:
+    """Write the message of a step that follows, where the device lacks some of the block tables; its words."""
     to[:HEAD_WORDS] = 0
     to[1] = len(tables[0])
-    return _pack_tables(tables, to, HEAD_WORDS)
+    return _pack_tables(tables, columns, to, HEAD_WORDS)
 
 
-def _pack_tables(tables: tuple[Int32, ...], to: Int32, at: int) -> int:
-    columns = to[5] = max(table.shape[1] for table in tables)
+def _pack_tables(tables: BlockTables, columns: int, to: Int32, at: int) -> int:
+    to[5] = columns
     for table in tables:
         room = to[at : at + len(table) * columns].reshape(len(table), columns)
-        room[:, : table.shape[1]] = table  # what is behind a sequence's blocks is never read
+        held = table[:, :columns]
+        room[:, : held.shape[1]] = held  # what is behind a sequence's blocks is never read
         at += room.size
     return at
+
+
+def columns_for(tables: BlockTables, length: int, block_size: int) -> int:
+    """The columns to send where the longest sequence has `length` tokens: some more, so that steps may follow."""
+    return min(max(table.shape[1] for table in tables), -(-length // block_size) + SPARE_COLUMNS)
 
 
 def begin(program: Program, target: Target, where: Layout) -> list[Launch]:
