@@ -153,19 +153,18 @@ DEVICE int sum_before(int value, int& total) {
   return before + upto - value;
 }
 
-// One split an item, or as many as make about `pieces` items.
+// One split an item, or, where that gives more than `pieces` items, a share of them for each sequence by its splits.
 DEVICE void list_decodes(const int* kv_lengths, int decodes, int window, int pieces, int* work) {
   int own = 0, all, listed = 0;
   for (int i = thread_index(); i < decodes; i += thread_count()) own += splits_of(kv_lengths[i], window).count;
   sum_before(own, all);
   sync_block();
-  const int most = larger_int(1, (all + pieces - 1) / pieces);
   NO_UNROLL
   for (int from = 0; from < decodes; from += thread_count()) {
     const int sequence = from + thread_index();
     const int kv_length = sequence < decodes ? kv_lengths[sequence] : 0;
     const int splits = sequence < decodes ? splits_of(kv_length, window).count : 0;
-    const int items = (splits + most - 1) / most;
+    const int items = all <= pieces ? splits : (splits * pieces + all - 1) / all;
     int total;
     const int place = listed + sum_before(items, total);
     for (int i = 0; i < items; ++i) {

@@ -146,6 +146,8 @@ class State:
         splits = sum(splits_of(length, window) for length in lengths)
         assert len(found) == splits if splits <= PIECES else len(found) <= PIECES + step.decodes
         assert all(end > first for _, _, first, end in found)
+        share = splits / PIECES  # as even as whole splits can be
+        assert all(end - first < share + 1 for _, _, first, end in found)
 
 
 def listed(work: Int32) -> list[tuple[int, ...]]:

@@ -127,6 +127,7 @@ class CudaModel:
         self._turn ^= 1
         if follows:
             bucket = self._follow(step)
+            assert len(rows) == self._followed, "a step that follows draws a token for each of its sequences"
         else:
             assert step is not None, "only a step that follows is known without saying"
             bucket = self._send(step)
@@ -146,11 +147,12 @@ class CudaModel:
         return self._sampler.take(started.rows, started.turn) if started.rows else []
 
     def one_by_one(self, step: Step) -> Iterator[tuple[Op, Callable[[], None]]]:
-        """Send the step, then give each op with a function that runs it: between them memory can be read."""
-        target = self._target(self._send(step))
+        """Send the step, then give each op with a function that runs it, between which memory can be read."""
+        bucket = self._send(step)
+        target = self._target(bucket)
         for launch in begin(self.program, target, self._layout):
             self._device.launch(launch)
-        for op in self.program.ops:
+        for op in self.program.ops[: None if bucket.rows else self._head]:
             launches = lower(op, target)
 
             def run(launches: Sequence[Launch] = tuple(launches)) -> None:
