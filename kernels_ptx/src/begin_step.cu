@@ -216,9 +216,10 @@ DEVICE void list_prefills(const Shared& shared, int decodes, int sequences, int 
 }
 
 KERNEL(1024)
-void begin_step(int* message, int* ids, int* positions, int* lengths, int* kv_lengths, int* floors, int* query_starts,
-                int* rows, int* prefill_work, int* slots, int* block_tables, int* decode_work, int group, int groups,
-                int window, int tokens, int most_rows, int max_blocks, int block_size, int pieces, int prefill_room) {
+void begin_step_i32(int* message, int* ids, int* positions, int* lengths, int* kv_lengths, int* floors,
+                    int* query_starts, int* rows, int* prefill_work, int* slots, int* block_tables, int* decode_work,
+                    int group, int groups, int window, int tokens, int most_rows, int max_blocks, int block_size,
+                    int pieces, int prefill_room) {
   begin_grid();
   const Message sent(message);
   const Shared shared = {ids, positions, lengths, kv_lengths, floors, query_starts, rows, prefill_work};

@@ -113,7 +113,7 @@ class State:
             args: list[Argument] = [self.message, *self.shared.values()]
             args += [self.slots[group], self.tables[group], self.decode_work[group], group, len(WINDOWS), window]
             args += [tokens, MOST_SEQUENCES, MOST_BLOCKS, BLOCK, PIECES, ROOM]
-            device.run(STEM, STEM, (1,), block, args)
+            device.run(STEM, "begin_step_i32", (1,), block, args)
 
     def check(self, step: Sequences, rows: Int32, bucket: int) -> None:
         """All that may be read is right, and padding is inert."""

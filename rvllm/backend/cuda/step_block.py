@@ -129,5 +129,5 @@ def begin(program: Program, target: Target, where: Layout) -> list[Launch]:
         numbers = (group, len(program.cache_groups), attention.window or 0, bucket.tokens)
         sizes = (where.sequences, target.max_blocks, target.block_size, pieces, where.prefill_room)
         block = 128 if bucket.tokens <= 128 else 1024
-        launches.append(Launch("begin_step", "begin_step", (1,), block, 0, (*shared, *own, *numbers, *sizes)))
+        launches.append(Launch("begin_step", "begin_step_i32", (1,), block, 0, (*shared, *own, *numbers, *sizes)))
     return launches
