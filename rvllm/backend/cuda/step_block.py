@@ -78,7 +78,7 @@ def padded_tokens(count: int, most: int) -> int:
     """The tokens of the graph that a step with prompts is run by: beyond 64 the products compute whole tiles anyway."""
     if count <= 128:
         return min(max(16, 1 << (count - 1).bit_length()), most)
-    step = 128 if count <= 1024 else 256
+    step = 64 if count <= 512 else 128 if count <= 1024 else 256
     return min(-(-count // step) * step, most)
 
 
