@@ -41,7 +41,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.92
     kv_cache_memory_bytes: int | None = None
     enforce_eager: bool = False
-    max_num_seqs: int = 64
+    max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     prefill_chunk: int = 512
     chat_template: str | None = None

@@ -1,22 +1,24 @@
 // attention_decode: out = softmax(scale q k^T) v for the last token of every sequence, over the keys that it sees.
 //
 // q, out (sequences, heads head_dim) X; cache (2, blocks, kv_heads, block_size, head_dim) X, keys then values;
-// block_tables (sequences, max_blocks) i32; kv_lengths (sequences) i32, the query is at position kv_length - 1 and sees
-// the last `window` positions (0: all); a sequence of length 0 gets zeros.
+// block_tables (sequences, max_blocks) i32; work: a list of DecodeItems (attention_work.cuh), all splits of a sequence
+// once: the query is at position kv_length - 1 and sees the last `window` positions (0: all). A sequence without items
+// gets nothing.
 // workspace: sequences heads 32 (head_dim + 2) f32; counters: sequences kv_heads ceil(heads / kv_heads / 8) u32, zero
 // before the first launch, and zero again after each. Both belong to one launch at a time.
-// launch: grid (G, kv_heads ceil(heads / kv_heads / 8), sequences), block 128, no dynamic shared memory. G is any of
-//   1..32 and changes no bits: about ceil(8 SMs / (y z)) fills the GPU, and more than the splits of max_blocks
-//   block_size keys (`splits_of`) do nothing. _d64, _d128, _d256: for head_dim up to that and a
+// launch: grid (G, kv_heads ceil(heads / kv_heads / 8)), block 128, no dynamic shared memory. One block: an item, for
+//   8 heads at most that share keys; those beyond the list do nothing. _d64, _d128, _d256: for head_dim up to that and a
 //   multiple of 8; _any: for any up to 256.
 // bound: 4 kv_heads head_dim bytes a key that is seen.
 // A sequence's keys are split at multiples of a chunk that depends on how many keys it sees alone; the last block of a
-// (sequence, 8 heads) merges the splits in order. So the bits of a sequence depend on no other, nor on the grid.
+// (sequence, 8 heads) merges the splits in order. So the bits of a sequence depend on no other, nor on the items.
 // Weights are rounded to X before they meet the values from t80 on, but for _any; else never.
-// assumes: block_size 16, 32 or 64; head_dim even; scale > 0; out overlaps nothing; all start on 16 bytes.
+// assumes: block_size 16, 32 or 64; head_dim even; scale > 0; kv_length >= 1; no more items than G; out overlaps
+//   nothing; all start on 16 bytes.
 // tiers: t70 t80 t90
 #include "attention_fma.cuh"
 #include "attention_splits.cuh"
+#include "attention_work.cuh"
 #if TIER >= 80
 #include "attention_decode_mma.cuh"
 #endif
@@ -93,16 +95,15 @@ struct DecodeArguments {
   AttentionShape shape;
 };
 
-// Where the queries of a block are: `rows` heads from `head` on; `item` counts (sequence, kv head, 8 heads).
+// Where the queries of a block are: `rows` heads from `head` on; `counter` counts (sequence, kv head, 8 heads).
 struct Place {
-  int sequence, kv_head, head, rows, item;
+  int kv_head, head, rows, counter;
 };
 
-DEVICE Place place_of_block(const AttentionShape& shape) {
+DEVICE Place place_of_block(int sequence, const AttentionShape& shape) {
   const int group = shape.heads / shape.kv_heads, tiles = (group + ROWS - 1) / ROWS;
   const int first = block_y() % tiles * ROWS, kv_head = block_y() / tiles;
-  const int rows = smaller_int(ROWS, group - first);
-  return {block_z(), kv_head, kv_head * group + first, rows, block_z() * grid_y() + block_y()};
+  return {kv_head, kv_head * group + first, smaller_int(ROWS, group - first), sequence * grid_y() + block_y()};
 }
 
 // Shared memory.
@@ -144,31 +145,35 @@ DEVICE void end_split(const Room<WIDTH, X>& room, bool alone, int split, int cou
   }
 }
 
-// Every grid_x()th split. If those are all, nothing goes through the workspace.
+// The item's splits. If those are all of the sequence's, nothing goes through the workspace.
 template <typename Method, int WIDTH, typename X>
-DEVICE void decode(const X* q, const Pages<X>& pages, const Splits& splits, const Place& place,
+DEVICE void decode(const X* q, const X* cache, const int* block_tables, const DecodeItem& item,
                    const DecodeArguments& given, const Room<WIDTH, X>& room, X* out) {
-  const Workspace workspace = workspace_of(given.workspace, place.sequence, place.head, given.shape);
-  const bool alone = grid_x() == 1 || splits.count == 1;
-  put_queries<WIDTH>(q, pages.head_dim, place.rows, pages.head_dim, room.queries, thread_index(), thread_count());
+  const AttentionShape& shape = given.shape;
+  const Place place = place_of_block(item.sequence, shape);
+  const Pages<X> pages = pages_of(cache, block_tables, item.sequence, place.kv_head, shape);
+  const Splits splits = splits_of(item.kv_length, shape.window);
+  const Workspace workspace = workspace_of(given.workspace, item.sequence, place.head, shape);
+  const int64 row = (int64(item.sequence) * shape.heads + place.head) * shape.head_dim;
+  const bool alone = item.end - item.first == splits.count;
+  put_queries<WIDTH>(q + row, shape.head_dim, place.rows, shape.head_dim, room.queries, thread_index(), thread_count());
   sync_block();
   Method method(room.queries, place.rows);
-  int done = 0;
   NO_UNROLL
-  for (int split = block_x(); split < splits.count; split += grid_x(), ++done) {
-    const float scale = given.shape.scale * log2_e();
+  for (int split = item.first; split < item.end; ++split) {
+    const float scale = shape.scale * log2_e();
     method.split(pages, splits.begin_of(split), splits.end_of(split), scale, room.partials);
     sync_block();
-    end_split(room, alone, split, splits.count, place.rows, workspace, out);
+    end_split(room, alone, split, splits.count, place.rows, workspace, out + row);
     sync_block();
   }
   start_next_grid();  // not before: its blocks would crowd on the SMs that this one leaves free
-  if (alone || !arrives_last(given.counters + place.item, done, splits.count)) return;
-  merge_splits<WIDTH>(workspace, place.rows, splits.count, room.partials.out, out);
+  if (alone || !arrives_last(given.counters + place.counter, item.end - item.first, splits.count)) return;
+  merge_splits<WIDTH>(workspace, place.rows, splits.count, room.partials.out, out + row);
 }
 
 template <typename Method, int WIDTH, typename X>
-DEVICE void attention_decode(const X* q, const X* cache, const int* block_tables, const int* kv_lengths, X* out,
+DEVICE void attention_decode(const X* q, const X* cache, const int* block_tables, const int* work, X* out,
                              const DecodeArguments& given) {
   wait_for_previous_grid();
   SHARED_ARRAY(X, queries, ROWS * WIDTH);
@@ -177,19 +182,8 @@ DEVICE void attention_decode(const X* q, const X* cache, const int* block_tables
   SHARED_ARRAY(float, total, ROWS* WIDTH);
   SHARED_ARRAY(float, states, 2 * ROWS * 2);
   const Room<WIDTH, X> room = {queries, {warps_states, warps_states + WARPS * ROWS, warps_out}, total, states};
-  const AttentionShape& shape = given.shape;
-  const Place place = place_of_block(shape);
-  const int64 row = (int64(place.sequence) * shape.heads + place.head) * shape.head_dim;
-  const int kv_length = kv_lengths[place.sequence];
-  if (kv_length <= 0) {
-    if (block_x() > 0) return;
-    for (int i = thread_index(); i < place.rows * shape.head_dim; i += thread_count()) out[row + i] = X{0};
-    return;
-  }
-  const Splits splits = splits_of(kv_length, shape.window);
-  if (block_x() >= splits.count) return;
-  const Pages<X> pages = pages_of(cache, block_tables, place.sequence, place.kv_head, shape);
-  decode<Method>(q + row, pages, splits, place, given, room, out + row);
+  const DecodeItem item = decode_item(work, block_x());
+  if (block_x() < item_count(work)) decode<Method>(q, cache, block_tables, item, given, room, out);
 }
 
 #if TIER >= 80
@@ -201,75 +195,73 @@ using WideMethod = FmaMethod<WIDTH, WIDE, X>;
 #endif
 
 KERNEL(128)
-void attention_decode_d64_f16(const half_t* q, const half_t* cache, const int* block_tables, const int* kv_lengths,
+void attention_decode_d64_f16(const half_t* q, const half_t* cache, const int* block_tables, const int* work,
                               half_t* out, float* workspace, uint32* counters, int heads, int kv_heads, int head_dim,
                               int blocks, int block_size, int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
   const DecodeArguments given = {workspace, counters, shape};
-  attention_decode<WideMethod<64, half_t>, 64>(q, cache, block_tables, kv_lengths, out, given);
+  attention_decode<WideMethod<64, half_t>, 64>(q, cache, block_tables, work, out, given);
 }
 
 KERNEL(128)
-void attention_decode_d64_bf16(const bfloat_t* q, const bfloat_t* cache, const int* block_tables, const int* kv_lengths,
+void attention_decode_d64_bf16(const bfloat_t* q, const bfloat_t* cache, const int* block_tables, const int* work,
                                bfloat_t* out, float* workspace, uint32* counters, int heads, int kv_heads, int head_dim,
                                int blocks, int block_size, int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
   const DecodeArguments given = {workspace, counters, shape};
-  attention_decode<WideMethod<64, bfloat_t>, 64>(q, cache, block_tables, kv_lengths, out, given);
+  attention_decode<WideMethod<64, bfloat_t>, 64>(q, cache, block_tables, work, out, given);
 }
 
 KERNEL(128)
-void attention_decode_d128_f16(const half_t* q, const half_t* cache, const int* block_tables, const int* kv_lengths,
+void attention_decode_d128_f16(const half_t* q, const half_t* cache, const int* block_tables, const int* work,
                                half_t* out, float* workspace, uint32* counters, int heads, int kv_heads, int head_dim,
                                int blocks, int block_size, int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
   const DecodeArguments given = {workspace, counters, shape};
-  attention_decode<WideMethod<128, half_t>, 128>(q, cache, block_tables, kv_lengths, out, given);
+  attention_decode<WideMethod<128, half_t>, 128>(q, cache, block_tables, work, out, given);
 }
 
 KERNEL(128)
-void attention_decode_d128_bf16(const bfloat_t* q, const bfloat_t* cache, const int* block_tables,
-                                const int* kv_lengths, bfloat_t* out, float* workspace, uint32* counters, int heads,
-                                int kv_heads, int head_dim, int blocks, int block_size, int max_blocks, float scale,
-                                int window) {
+void attention_decode_d128_bf16(const bfloat_t* q, const bfloat_t* cache, const int* block_tables, const int* work,
+                                bfloat_t* out, float* workspace, uint32* counters, int heads, int kv_heads,
+                                int head_dim, int blocks, int block_size, int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
   const DecodeArguments given = {workspace, counters, shape};
-  attention_decode<WideMethod<128, bfloat_t>, 128>(q, cache, block_tables, kv_lengths, out, given);
+  attention_decode<WideMethod<128, bfloat_t>, 128>(q, cache, block_tables, work, out, given);
 }
 
 KERNEL(128)
-void attention_decode_d256_f16(const half_t* q, const half_t* cache, const int* block_tables, const int* kv_lengths,
+void attention_decode_d256_f16(const half_t* q, const half_t* cache, const int* block_tables, const int* work,
                                half_t* out, float* workspace, uint32* counters, int heads, int kv_heads, int head_dim,
                                int blocks, int block_size, int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
   const DecodeArguments given = {workspace, counters, shape};
-  attention_decode<WideMethod<256, half_t>, 256>(q, cache, block_tables, kv_lengths, out, given);
+  attention_decode<WideMethod<256, half_t>, 256>(q, cache, block_tables, work, out, given);
 }
 
 KERNEL(128)
-void attention_decode_d256_bf16(const bfloat_t* q, const bfloat_t* cache, const int* block_tables,
-                                const int* kv_lengths, bfloat_t* out, float* workspace, uint32* counters, int heads,
-                                int kv_heads, int head_dim, int blocks, int block_size, int max_blocks, float scale,
-                                int window) {
+void attention_decode_d256_bf16(const bfloat_t* q, const bfloat_t* cache, const int* block_tables, const int* work,
+                                bfloat_t* out, float* workspace, uint32* counters, int heads, int kv_heads,
+                                int head_dim, int blocks, int block_size, int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
   const DecodeArguments given = {workspace, counters, shape};
-  attention_decode<WideMethod<256, bfloat_t>, 256>(q, cache, block_tables, kv_lengths, out, given);
+  attention_decode<WideMethod<256, bfloat_t>, 256>(q, cache, block_tables, work, out, given);
 }
 
 KERNEL(128)
-void attention_decode_any_f16(const half_t* q, const half_t* cache, const int* block_tables, const int* kv_lengths,
+void attention_decode_any_f16(const half_t* q, const half_t* cache, const int* block_tables, const int* work,
                               half_t* out, float* workspace, uint32* counters, int heads, int kv_heads, int head_dim,
                               int blocks, int block_size, int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
   const DecodeArguments given = {workspace, counters, shape};
-  attention_decode<FmaMethod<256, 1, half_t>, 256>(q, cache, block_tables, kv_lengths, out, given);
+  attention_decode<FmaMethod<256, 1, half_t>, 256>(q, cache, block_tables, work, out, given);
 }
 
 KERNEL(128)
-void attention_decode_any_bf16(const bfloat_t* q, const bfloat_t* cache, const int* block_tables, const int* kv_lengths,
+void attention_decode_any_bf16(const bfloat_t* q, const bfloat_t* cache, const int* block_tables, const int* work,
                                bfloat_t* out, float* workspace, uint32* counters, int heads, int kv_heads, int head_dim,
                                int blocks, int block_size, int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
   const DecodeArguments given = {workspace, counters, shape};
-  attention_decode<FmaMethod<256, 1, bfloat_t>, 256>(q, cache, block_tables, kv_lengths, out, given);
+  attention_decode<FmaMethod<256, 1, bfloat_t>, 256>(q, cache, block_tables, work, out, given);
 }

@@ -1,25 +1,25 @@
 // attention_prefill: out = softmax(scale q k^T) v for the new tokens of some sequences, over the keys that each sees.
 //
 // q, out (tokens, heads head_dim) X; cache (2, blocks, kv_heads, block_size, head_dim) X, keys then values, those of
-// the new tokens among them; block_tables (sequences, max_blocks) i32; query_starts (sequences + 1) i32, the first row
-// of each sequence; kv_lengths (sequences) i32. The new tokens are at positions up to kv_length - 1, and each sees its
-// own and those before it, of them the last `window` (0: all). Sequences from first_sequence on.
-// launch: grid (ceil(M / 64), heads, sequences from first_sequence on), M the most new tokens of one; block 128;
-//   dynamic shared memory 384 (W + 8) bytes from t80 on for _dW, else none. One block: 64 queries of a head; those
-//   beyond a sequence's end do nothing. _d64, _d96, _d128, _d256: for head_dim up to that and a multiple of 8; _any:
-//   for any up to 256.
+// the new tokens among them; block_tables (sequences, max_blocks) i32; work: a list of PrefillItems
+// (attention_work.cuh). A token sees its own position and those before it, of them the last `window` (0: all). Tokens
+// that are in no item are left alone.
+// launch: grid (heads, G), block 128; dynamic shared memory 384 (W + 8) bytes from t80 on for _dW, else none. One block:
+//   every Gth item, for one head; G changes no bits. _d64, _d96, _d128, _d256: for head_dim up to that and a multiple of
+//   8; _any: for any up to 256.
 // bound: 4 heads head_dim operations a (query, key that it sees).
 // Weights are rounded to X before they meet the values from t80 on, but for _any; else never. A query's bits do not
 // depend on the tokens beside it, nor on how many of the sequence's tokens are new.
-// assumes: block_size 16, 32 or 64; head_dim even; scale > 0; kv_length at least the number of new tokens; out overlaps
-//   nothing; all start on 16 bytes.
+// assumes: block_size 16, 32 or 64; head_dim even; scale > 0; out overlaps nothing; all start on 16 bytes.
 // tiers: t70 t80
+// spills: at most 40 bytes
 #include "attention_fma.cuh"
+#include "attention_work.cuh"
 #if TIER >= 80
 #include "attention_prefill_mma.cuh"
 #endif
 
-enum : int { QUERIES = 64, WARP_QUERIES = 16 };
+enum : int { WARP_QUERIES = 16 };
 
 // One warp's queries, a few at a time. `stride` and the rest as in attend_tiles.
 template <int WIDTH, int N, typename X>
@@ -74,109 +74,101 @@ struct AnyMethod {
 };
 
 template <typename Method, typename X>
-DEVICE void attention_prefill(const X* q, const X* cache, const int* block_tables, const int* query_starts,
-                              const int* kv_lengths, X* out, const AttentionShape& shape, int first_sequence) {
-  const int sequence = first_sequence + block_z(), head = block_y();
-  const int start = query_starts[sequence], count = query_starts[sequence + 1] - start;
-  const int first = (grid_x() - 1 - block_x()) * QUERIES;  // the last queries, which see the most keys, go first
-  if (first >= count) return;
-  const int position = kv_lengths[sequence] - count + first;
-  const Pages<X> pages = pages_of(cache, block_tables, sequence, head / (shape.heads / shape.kv_heads), shape);
+DEVICE void attention_prefill(const X* q, const X* cache, const int* block_tables, const int* work, X* out,
+                              const AttentionShape& shape) {
+  const int head = block_x();
   const int64 stride = int64(shape.heads) * shape.head_dim;
-  const int64 place = (start + first) * stride + int64(head) * shape.head_dim;
-  Method::attend(q + place, out + place, stride, smaller_int(QUERIES, count - first), position, pages, shape.window,
-                 shape.scale * log2_e());
+  int index = block_y();
+  PrefillItem item = prefill_item(work, index);
+  NO_UNROLL
+  while (index < item_count(work)) {
+    const Pages<X> pages = pages_of(cache, block_tables, item.sequence, head / (shape.heads / shape.kv_heads), shape);
+    const int64 place = item.row * stride + int64(head) * shape.head_dim;
+    Method::attend(q + place, out + place, stride, item.rows, item.position, pages, shape.window,
+                   shape.scale * log2_e());
+    index += grid_y();
+    if (index >= item_count(work)) return;
+    item = prefill_item(work, index);
+    sync_block();  // so that `attend` may begin by writing anything that warps share
+  }
 }
 
 KERNEL(128)
-void attention_prefill_d64_f16(const half_t* q, const half_t* cache, const int* block_tables, const int* query_starts,
-                               const int* kv_lengths, half_t* out, int heads, int kv_heads, int head_dim, int blocks,
-                               int block_size, int max_blocks, float scale, int window, int first_sequence) {
+void attention_prefill_d64_f16(const half_t* q, const half_t* cache, const int* block_tables, const int* work,
+                               half_t* out, int heads, int kv_heads, int head_dim, int blocks, int block_size,
+                               int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  attention_prefill<WideMethod<64, half_t>>(q, cache, block_tables, query_starts, kv_lengths, out, shape,
-                                            first_sequence);
+  attention_prefill<WideMethod<64, half_t>>(q, cache, block_tables, work, out, shape);
 }
 
 KERNEL(128)
-void attention_prefill_d64_bf16(const bfloat_t* q, const bfloat_t* cache, const int* block_tables,
-                                const int* query_starts, const int* kv_lengths, bfloat_t* out, int heads, int kv_heads,
-                                int head_dim, int blocks, int block_size, int max_blocks, float scale, int window,
-                                int first_sequence) {
+void attention_prefill_d64_bf16(const bfloat_t* q, const bfloat_t* cache, const int* block_tables, const int* work,
+                                bfloat_t* out, int heads, int kv_heads, int head_dim, int blocks, int block_size,
+                                int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  attention_prefill<WideMethod<64, bfloat_t>>(q, cache, block_tables, query_starts, kv_lengths, out, shape,
-                                              first_sequence);
+  attention_prefill<WideMethod<64, bfloat_t>>(q, cache, block_tables, work, out, shape);
 }
 
 KERNEL(128)
-void attention_prefill_d96_f16(const half_t* q, const half_t* cache, const int* block_tables, const int* query_starts,
-                               const int* kv_lengths, half_t* out, int heads, int kv_heads, int head_dim, int blocks,
-                               int block_size, int max_blocks, float scale, int window, int first_sequence) {
+void attention_prefill_d96_f16(const half_t* q, const half_t* cache, const int* block_tables, const int* work,
+                               half_t* out, int heads, int kv_heads, int head_dim, int blocks, int block_size,
+                               int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  attention_prefill<WideMethod<96, half_t>>(q, cache, block_tables, query_starts, kv_lengths, out, shape,
-                                            first_sequence);
+  attention_prefill<WideMethod<96, half_t>>(q, cache, block_tables, work, out, shape);
 }
 
 KERNEL(128)
-void attention_prefill_d96_bf16(const bfloat_t* q, const bfloat_t* cache, const int* block_tables,
-                                const int* query_starts, const int* kv_lengths, bfloat_t* out, int heads, int kv_heads,
-                                int head_dim, int blocks, int block_size, int max_blocks, float scale, int window,
-                                int first_sequence) {
+void attention_prefill_d96_bf16(const bfloat_t* q, const bfloat_t* cache, const int* block_tables, const int* work,
+                                bfloat_t* out, int heads, int kv_heads, int head_dim, int blocks, int block_size,
+                                int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  attention_prefill<WideMethod<96, bfloat_t>>(q, cache, block_tables, query_starts, kv_lengths, out, shape,
-                                              first_sequence);
+  attention_prefill<WideMethod<96, bfloat_t>>(q, cache, block_tables, work, out, shape);
 }
 
 KERNEL(128)
-void attention_prefill_d128_f16(const half_t* q, const half_t* cache, const int* block_tables, const int* query_starts,
-                                const int* kv_lengths, half_t* out, int heads, int kv_heads, int head_dim, int blocks,
-                                int block_size, int max_blocks, float scale, int window, int first_sequence) {
+void attention_prefill_d128_f16(const half_t* q, const half_t* cache, const int* block_tables, const int* work,
+                                half_t* out, int heads, int kv_heads, int head_dim, int blocks, int block_size,
+                                int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  attention_prefill<WideMethod<128, half_t>>(q, cache, block_tables, query_starts, kv_lengths, out, shape,
-                                             first_sequence);
+  attention_prefill<WideMethod<128, half_t>>(q, cache, block_tables, work, out, shape);
 }
 
 KERNEL(128)
-void attention_prefill_d128_bf16(const bfloat_t* q, const bfloat_t* cache, const int* block_tables,
-                                 const int* query_starts, const int* kv_lengths, bfloat_t* out, int heads, int kv_heads,
-                                 int head_dim, int blocks, int block_size, int max_blocks, float scale, int window,
-                                 int first_sequence) {
+void attention_prefill_d128_bf16(const bfloat_t* q, const bfloat_t* cache, const int* block_tables, const int* work,
+                                 bfloat_t* out, int heads, int kv_heads, int head_dim, int blocks, int block_size,
+                                 int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  attention_prefill<WideMethod<128, bfloat_t>>(q, cache, block_tables, query_starts, kv_lengths, out, shape,
-                                               first_sequence);
+  attention_prefill<WideMethod<128, bfloat_t>>(q, cache, block_tables, work, out, shape);
 }
 
 KERNEL(128)
-void attention_prefill_d256_f16(const half_t* q, const half_t* cache, const int* block_tables, const int* query_starts,
-                                const int* kv_lengths, half_t* out, int heads, int kv_heads, int head_dim, int blocks,
-                                int block_size, int max_blocks, float scale, int window, int first_sequence) {
+void attention_prefill_d256_f16(const half_t* q, const half_t* cache, const int* block_tables, const int* work,
+                                half_t* out, int heads, int kv_heads, int head_dim, int blocks, int block_size,
+                                int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  attention_prefill<WideMethod<256, half_t>>(q, cache, block_tables, query_starts, kv_lengths, out, shape,
-                                             first_sequence);
+  attention_prefill<WideMethod<256, half_t>>(q, cache, block_tables, work, out, shape);
 }
 
 KERNEL(128)
-void attention_prefill_d256_bf16(const bfloat_t* q, const bfloat_t* cache, const int* block_tables,
-                                 const int* query_starts, const int* kv_lengths, bfloat_t* out, int heads, int kv_heads,
-                                 int head_dim, int blocks, int block_size, int max_blocks, float scale, int window,
-                                 int first_sequence) {
+void attention_prefill_d256_bf16(const bfloat_t* q, const bfloat_t* cache, const int* block_tables, const int* work,
+                                 bfloat_t* out, int heads, int kv_heads, int head_dim, int blocks, int block_size,
+                                 int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  attention_prefill<WideMethod<256, bfloat_t>>(q, cache, block_tables, query_starts, kv_lengths, out, shape,
-                                               first_sequence);
+  attention_prefill<WideMethod<256, bfloat_t>>(q, cache, block_tables, work, out, shape);
 }
 
 KERNEL(128)
-void attention_prefill_any_f16(const half_t* q, const half_t* cache, const int* block_tables, const int* query_starts,
-                               const int* kv_lengths, half_t* out, int heads, int kv_heads, int head_dim, int blocks,
-                               int block_size, int max_blocks, float scale, int window, int first_sequence) {
+void attention_prefill_any_f16(const half_t* q, const half_t* cache, const int* block_tables, const int* work,
+                               half_t* out, int heads, int kv_heads, int head_dim, int blocks, int block_size,
+                               int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  attention_prefill<AnyMethod<half_t>>(q, cache, block_tables, query_starts, kv_lengths, out, shape, first_sequence);
+  attention_prefill<AnyMethod<half_t>>(q, cache, block_tables, work, out, shape);
 }
 
 KERNEL(128)
-void attention_prefill_any_bf16(const bfloat_t* q, const bfloat_t* cache, const int* block_tables,
-                                const int* query_starts, const int* kv_lengths, bfloat_t* out, int heads, int kv_heads,
-                                int head_dim, int blocks, int block_size, int max_blocks, float scale, int window,
-                                int first_sequence) {
+void attention_prefill_any_bf16(const bfloat_t* q, const bfloat_t* cache, const int* block_tables, const int* work,
+                                bfloat_t* out, int heads, int kv_heads, int head_dim, int blocks, int block_size,
+                                int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  attention_prefill<AnyMethod<bfloat_t>>(q, cache, block_tables, query_starts, kv_lengths, out, shape, first_sequence);
+  attention_prefill<AnyMethod<bfloat_t>>(q, cache, block_tables, work, out, shape);
 }

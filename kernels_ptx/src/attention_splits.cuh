@@ -55,21 +55,21 @@ struct Share {
   static DEVICE bool has(int i, int rows, int head_dim) { return row(i) < rows && dimension(i) < head_dim; }
 };
 
-// The splits' results in the workspace: out (sequences, heads, MOST_SPLITS, head_dim), then the largest score and the
-// sum, (sequences, heads, MOST_SPLITS, 2).
+// The splits' results in the workspace, of each (sequence, head): out (MOST_SPLITS, head_dim), then the largest score and
+// the sum, (MOST_SPLITS, 2).
 struct Workspace {
-  float *out, *states;
+  float* rows;
   int head_dim;
 
-  DEVICE float* out_of(int row, int split) const { return out + int64(row * MOST_SPLITS + split) * head_dim; }
-  DEVICE float* state_of(int row, int split) const { return states + (row * MOST_SPLITS + split) * 2; }
+  DEVICE float* row_of(int row) const { return rows + int64(row) * MOST_SPLITS * (head_dim + 2); }
+  DEVICE float* out_of(int row, int split) const { return row_of(row) + split * head_dim; }
+  DEVICE float* state_of(int row, int split) const { return row_of(row) + MOST_SPLITS * head_dim + split * 2; }
 };
 
 // Of the rows from `head` on.
 DEVICE Workspace workspace_of(float* workspace, int64 sequence, int head, const AttentionShape& shape) {
-  const int64 all = int64(grid_z()) * shape.heads * MOST_SPLITS;
   const int64 before = (sequence * shape.heads + head) * MOST_SPLITS;
-  return {workspace + before * shape.head_dim, workspace + all * shape.head_dim + before * 2, shape.head_dim};
+  return {workspace + before * (shape.head_dim + 2), shape.head_dim};
 }
 
 DEVICE void keep(const Workspace& workspace, int row, int split, int dimension, const Softmax& found) {

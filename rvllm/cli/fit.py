@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from rvllm.cli.model import OpenedModel
 from rvllm.config import CPU_CACHE_BYTES, EngineConfig
 from rvllm.engine.block_pool import blocks_for, pool_blocks
-from rvllm.engine.load import RUNTIME_BYTES
-from rvllm.program.cost import tensor_bytes
+from rvllm.engine.load import RUNTIME_BYTES, step_limits
 from rvllm.program.fuse import ALL_KERNELS, fuse
 from rvllm.program.ops import Tensor
 from rvllm.program.plan import plan
@@ -41,28 +40,25 @@ class Fit:
 
 def on_gpu(opened: OpenedModel, memory_bytes: int) -> Fit:
     """The model on a card with `memory_bytes` in all, weights in the formats their file has."""
-    program = fuse(opened.program, ALL_KERNELS)
-    sizes = _busiest_step()
-    activations = plan(program, lambda tensor: tensor_bytes(tensor, sizes)).nbytes
+    from rvllm.backend.cuda.lower import FUSIONS
+    from rvllm.backend.cuda.model import step_bytes
+
+    step = step_bytes(fuse(opened.program, FUSIONS), step_limits(EngineConfig(), opened.max_length))
     weights = sum(opened.weight_bytes.values())
-    return _fit(opened, int(memory_bytes * EngineConfig().gpu_memory_utilization), weights, activations + RUNTIME_BYTES)
+    return _fit(opened, int(memory_bytes * EngineConfig().gpu_memory_utilization), weights, step + RUNTIME_BYTES)
 
 
 def on_cpu(opened: OpenedModel, memory_bytes: int) -> Fit:
     """The model in `memory_bytes` of free memory: all in float32, the cache no larger than its default."""
     program = fuse(opened.program, ALL_KERNELS)
-    sizes = _busiest_step()
+    config = EngineConfig()
+    sizes = {"tokens": config.max_num_batched_tokens, "rows": config.max_num_seqs}
 
     def nbytes(tensor: Tensor) -> int:
         return math.prod(tensor.sizes(sizes)) * FLOAT32_BYTES
 
     weights = sum(nbytes(tensor) for tensor in program.weights.values())
     return _fit(opened, memory_bytes, weights, plan(program, nbytes).nbytes, CPU_CACHE_BYTES)
-
-
-def _busiest_step() -> dict[str, int]:
-    config = EngineConfig()
-    return {"tokens": config.max_num_batched_tokens, "rows": config.max_num_seqs}
 
 
 def _fit(opened: OpenedModel, usable: int, weights: int, workspace: int, most_cache: int | None = None) -> Fit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from rvllm.backend.cpu import CpuModel
 from rvllm.config import CPU_CACHE_BYTES, EngineConfig
@@ -15,6 +16,9 @@ from rvllm.model.source import Source, context_length, record, weights_for
 from rvllm.program.dtype import BF16, F16, F32, DType
 from rvllm.program.fuse import ALL_KERNELS, fuse
 from rvllm.program.program import Program
+
+if TYPE_CHECKING:
+    from rvllm.backend.cuda.model import StepLimits
 
 Progress = Callable[[str, int, int], None]
 Warn = Callable[[str], None]
@@ -84,14 +88,13 @@ def _on_gpu(
 ) -> tuple[Model, CacheSize]:
     from rvllm.backend.cuda.kernels import Gpu
     from rvllm.backend.cuda.lower import FUSIONS
-    from rvllm.backend.cuda.model import CudaModel, StepLimits, memory_bytes
+    from rvllm.backend.cuda.model import CudaModel, memory_bytes
 
     dtype = gpu_dtype(config.dtype, source.config.dtype)
     length = context_length(source.config, config.max_model_len)
     program = fuse(record(source, dtype=dtype, kv_dtype=dtype, max_length=length), FUSIONS)
     gpu = Gpu(0, warn)
-    tokens = config.max_num_batched_tokens + config.max_num_seqs + config.prefill_chunk
-    limits = StepLimits(tokens, config.max_num_seqs, blocks_for(length, config.block_size))
+    limits = step_limits(config, length)
     memory = config.kv_cache_memory_bytes
     if memory is None:
         used = gpu.gpu.total_bytes - gpu.free_bytes()
@@ -111,6 +114,15 @@ def _on_gpu(
     )
     model.prepare()
     return model, size
+
+
+def step_limits(config: EngineConfig, length: int) -> StepLimits:
+    """The largest step on a GPU with sequences of up to `length` tokens: the scheduler may go beyond its budget by a
+    chunk."""
+    from rvllm.backend.cuda.model import StepLimits
+
+    tokens = config.max_num_batched_tokens + config.max_num_seqs + config.prefill_chunk
+    return StepLimits(tokens, config.max_num_seqs, blocks_for(length, config.block_size))
 
 
 def gpu_dtype(asked: str, stored: DType) -> DType:

@@ -65,14 +65,16 @@ def prompts(case: str) -> list[list[int]]:
         return [stored[name].tolist() for name in sorted(stored) if name.startswith("prompt_")]
 
 
-def cuda_model(source: Source, dtype: DType, device: Device, length: int = 64, *, eager: bool = False) -> CudaModel:
+def cuda_model(
+    source: Source, dtype: DType, device: Device, length: int = 64, *, eager: bool = False, places: int = PLACES
+) -> CudaModel:
     program = fuse(record(source, dtype=dtype, kv_dtype=dtype, max_length=length), FUSIONS)
     return CudaModel(
         program,
         weights_for(source, program),
         device,
-        limits=StepLimits(128, PLACES, blocks_for(length, BLOCK)),
-        blocks=(PLACES * blocks_for(length, BLOCK),) * len(program.cache_groups),
+        limits=StepLimits(128, places, blocks_for(length, BLOCK)),
+        blocks=(places * blocks_for(length, BLOCK),) * len(program.cache_groups),
         block_size=BLOCK,
         vocab_limit=source.config.vocab_size,
         eager=eager,
@@ -85,9 +87,11 @@ def cpu_model(source: Source, dtype: DType, length: int = 64) -> CpuModel:
     return CpuModel(program, weights_for(source, program), blocks=blocks, block_size=BLOCK)
 
 
-def sequence(program: Program, prompt: list[int], place: int = 0, length: int = 64) -> Sequence:
+def sequence(
+    program: Program, prompt: list[int], place: int = 0, length: int = 64, *, places: int = PLACES
+) -> Sequence:
     """Its blocks lie scattered in the pool, apart from those of other places."""
-    numbers = PLACES * np.arange(blocks_for(length, BLOCK), dtype=np.int32)[::-1] + np.int32(place)
+    numbers = places * np.arange(blocks_for(length, BLOCK), dtype=np.int32)[::-1] + np.int32(place)
     request = Request(str(place), tuple(prompt), SamplingParams(), 0)
     return Sequence(request, length, (numbers,) * len(program.cache_groups), list(prompt))
 

@@ -24,11 +24,15 @@ class HostDevice:
     def __init__(self, tier: str) -> None:
         self.tier = tier
         self.launched: list[str] = []
+        self.captured = 0
+        self.copied_bytes = 0  # by `copy_in`
+        self.allocated_bytes = 0
         self._locked: list[tuple[int, int]] = []
         self.break_entry: str | None = None  # a kernel whose first output is to be wrong
         self._memory = ShimMemory()
 
     def allocate(self, nbytes: int) -> int:
+        self.allocated_bytes += nbytes
         address = self._memory.allocate(max(nbytes, 1))
         self.fill(address, 0xFF, nbytes)  # NaN, and no valid index: what is not written shows
         return address
@@ -52,6 +56,7 @@ class HostDevice:
         """The array's own."""
 
     def copy_in(self, address: int, source: int, nbytes: int) -> None:
+        self.copied_bytes += nbytes
         for begin, size in self._locked:  # the driver refuses a copy that is locked in part
             inside = begin <= source and source + nbytes <= begin + size
             assert inside or source + nbytes <= begin or source >= begin + size, "a copy crosses locked pages"
@@ -92,11 +97,13 @@ class HostDevice:
         address = int(launch.values[facts.arguments[launch.entry].index("out")])
         ctypes.c_uint16.from_address(address).value = 0x42C8
 
-    def capture(self, launches: Sequence[Launch]) -> Graph | None:
-        return None
+    def capture(self, launches: Sequence[Launch]) -> Graph:
+        self.captured += 1
+        return Graph(tuple(launches))
 
     def replay(self, graph: Graph) -> None:
-        raise AssertionError("nothing was captured")
+        for launch in graph.handle:
+            self.launch(launch)
 
     def mark(self) -> None:
         """Launches have ended when they return."""

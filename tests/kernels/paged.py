@@ -1,4 +1,6 @@
-"""A paged cache full of NaN but for what may be read, and attention over it in float64: what the attention tests share."""
+"""What the attention tests share: a paged cache full of NaN but for what may be read, attention over it in float64, and
+lists of work as begin_step makes them.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ Float64 = npt.NDArray[np.float64]
 Int32 = npt.NDArray[np.int32]
 
 NO_BLOCK = 1 << 29  # far outside any cache: who reads it as a block crashes
+QUERY_TILE = 64  # new tokens of an item of attention_prefill at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +109,41 @@ def bound(element: Element, truth: Float64, mass: Float64) -> Float64:
     """How far a result may be off: its own rounding, that of every weight, and float sums. mass: as `attend` gives it."""
     half_place = 2.0**-8 if element.dtype is BF16 else 2.0**-11
     return half_place * np.abs(truth) + (half_place + 2.0**-15) * mass + 2.0**-25  # the last: subnormal halves
+
+
+def splits_of(length: int, window: int = 0) -> int:
+    """Into how many parts decoding cuts the keys of a sequence: at multiples of 128, of more where those were too many."""
+    first = max(0, length - window) if window else 0
+    chunk = 128
+    while (length - first - 1) // chunk >= 31:
+        chunk *= 2
+    return (length - 1) // chunk - first // chunk + 1
+
+
+def work_list(items: Sequence[tuple[int, int, int, int]], room: int) -> Int32:
+    """A list of attention_work.cuh with room for `room` items at least; what is not there would be far outside."""
+    words = np.full((1 + max(room, len(items)), 4), NO_BLOCK, dtype=np.int32)
+    words[0, 0] = len(items)
+    words[1 : 1 + len(items)] = np.array(items, dtype=np.int32).reshape(-1, 4)
+    return words
+
+
+def decode_items(lengths: Sequence[int], window: int = 0, most: int = 1) -> list[tuple[int, int, int, int]]:
+    """(sequence, length, first split, end) of sequences that bring one token, `most` splits an item; none of length 0."""
+    return [
+        (sequence, length, first, min(first + most, splits_of(length, window)))
+        for sequence, length in enumerate(lengths)
+        if length
+        for first in range(0, splits_of(length, window), most)
+    ]
+
+
+def prefill_items(lengths: Sequence[int], counts: Sequence[int], skip: int = 0) -> list[tuple[int, int, int, int]]:
+    """(row, rows, position, sequence) of the last `counts` tokens of each sequence but for the first `skip`."""
+    starts = np.cumsum([0, *counts]).tolist()
+    return [
+        (starts[sequence] + first, min(QUERY_TILE, count - first), lengths[sequence] - count + first, sequence)
+        for sequence, count in enumerate(counts)
+        if sequence >= skip
+        for first in range(0, count, QUERY_TILE)
+    ]

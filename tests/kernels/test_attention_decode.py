@@ -1,4 +1,4 @@
-"""attention_decode against attention in float64; its bits against itself, alone, in batches, on other grids, again.
+"""attention_decode against attention in float64; its bits against itself, alone, in batches, with other lists of work.
 
 The bound is rigorous but for the sums: every weight is rounded to X once (or never), and so is the result.
 """
@@ -10,7 +10,7 @@ import pytest
 
 from tests.kernels.device import Argument, Device
 from tests.kernels.elements import Bits, Element, poison
-from tests.kernels.paged import NO_BLOCK, Paged, Shape, bound, paged
+from tests.kernels.paged import NO_BLOCK, Paged, Shape, bound, decode_items, paged, splits_of, work_list
 
 STEM = "attention_decode"
 RNG = np.random.default_rng(11)
@@ -42,10 +42,10 @@ def entry(element: Element, shape: Shape) -> str:
 def scratch(shape: Shape, sequences: int) -> tuple[np.ndarray, np.ndarray]:
     """The workspace, as somebody else left it, and the counters."""
     workspace = np.full(sequences * shape.heads * SPLITS * (shape.head_dim + 2), np.nan, dtype=np.float32)
-    return workspace, np.zeros(sequences * items(shape), dtype=np.uint32)
+    return workspace, np.zeros(sequences * packs(shape), dtype=np.uint32)
 
 
-def items(shape: Shape) -> int:
+def packs(shape: Shape) -> int:
     return shape.kv_heads * -(-shape.heads // shape.kv_heads // 8)
 
 
@@ -55,16 +55,21 @@ def run(
     q: Bits,
     held: Paged,
     window: int = 0,
-    grid: int = 3,
     tier: str | None = None,
     lent: tuple[np.ndarray, np.ndarray] | None = None,
+    most: int = 1,
+    spare: int = 1,
 ) -> Bits:
+    """`most` splits an item; the items are in no order that means anything, and `spare` blocks find none."""
     shape, sequences = held.shape, len(held.lengths)
     workspace, counters = lent or scratch(shape, sequences)
     out = poison(sequences, shape.heads * shape.head_dim)
-    args: list[Argument] = [q, held.cache, held.tables, held.lengths, out, workspace, counters]
+    items = decode_items(held.lengths.tolist(), window, most)
+    blocks = max(1, len(items) + spare)
+    work = work_list([items[place] for place in RNG.permutation(len(items))], blocks)
+    args: list[Argument] = [q, held.cache, held.tables, work, out, workspace, counters]
     args += [*held.arguments, shape.scale, window]
-    device.run(STEM, entry(element, shape), (grid, items(shape), sequences), 128, args, tier=tier)
+    device.run(STEM, entry(element, shape), (blocks, packs(shape)), 128, args, tier=tier)
     assert not counters.any()
     return out
 
@@ -103,18 +108,19 @@ def test_a_long_sequence_has_larger_splits(
 ) -> None:
     held = paged(RNG, element, Shape(1, 1, 8), [length])
     q = queries(element, held.shape, 1)
-    out = run(device, element, q, held, window, grid=SPLITS + 1, tier=tier)  # no sequence has more splits than SPLITS
+    assert splits_of(length, window) <= SPLITS
+    out = run(device, element, q, held, window, tier=tier)
     check(element, q, held, window, out)
-    assert np.array_equal(run(device, element, q, held, window, grid=1, tier=tier), out)
+    assert np.array_equal(run(device, element, q, held, window, tier=tier, most=SPLITS), out)
 
 
 @pytest.mark.parametrize("shape", [Shape(12, 1, 64), Shape(3, 1, 20), Shape(2, 1, 256)], ids=str)
-def test_the_grid_changes_no_bits(device: Device, element: Element, tier: str, shape: Shape) -> None:
+def test_how_splits_are_dealt_out_changes_no_bits(device: Device, element: Element, tier: str, shape: Shape) -> None:
     held = paged(RNG, element, shape, [300, 129])
     q = queries(element, shape, 2)
-    first = run(device, element, q, held, grid=1, tier=tier)
-    for grid in (2, 4):
-        assert np.array_equal(run(device, element, q, held, grid=grid, tier=tier), first)
+    first = run(device, element, q, held, tier=tier, spare=0)
+    for most in (2, 3):
+        assert np.array_equal(run(device, element, q, held, tier=tier, most=most), first), most
 
 
 def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch(device: Device, element: Element, tier: str) -> None:
@@ -130,21 +136,23 @@ def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch(device: Device, el
 def test_the_same_workspace_and_counters_serve_again_and_again(device: Device, element: Element, tier: str) -> None:
     shape = Shape(12, 1, 16)
     lent = scratch(shape, 3)
-    for lengths in ([300, 1, 200], [1, 300, 129], [300, 1, 200]):
+    for lengths, most in (([300, 1, 200], 1), ([1, 300, 129], 2), ([300, 1, 200], 1)):
         held = paged(RNG, element, shape, lengths)
         q = queries(element, shape, 3)
-        check(element, q, held, 0, run(device, element, q, held, tier=tier, lent=lent))
+        check(element, q, held, 0, run(device, element, q, held, tier=tier, lent=lent, most=most))
 
 
-def test_an_empty_sequence_gives_zeros_and_reads_nothing(device: Device, element: Element, tier: str) -> None:
+def test_a_sequence_without_items_is_left_alone(device: Device, element: Element, tier: str) -> None:
     shape = Shape(12, 1, 64)
     held = paged(RNG, element, shape, [0, 20, 0])
     held.tables[[0, 2]] = NO_BLOCK
     q = queries(element, shape, 3)
     q[[0, 2]] = 0xFFFF
     out = run(device, element, q, held, tier=tier)
-    assert np.all(out[[0, 2]] == 0)
+    assert np.all(out[[0, 2]] == 0xFFFF)
     assert np.all(out[1] != 0xFFFF)
+    held.lengths[1] = 0
+    assert np.all(run(device, element, q, held, tier=tier) == 0xFFFF)
 
 
 @pytest.mark.parametrize("spoilt", [0, 17, 139])

@@ -12,12 +12,11 @@ import pytest
 
 from tests.kernels.device import Argument, Device
 from tests.kernels.elements import Bits, Element, poison
-from tests.kernels.paged import NO_BLOCK, Paged, Shape, bound, paged
+from tests.kernels.paged import NO_BLOCK, Paged, Shape, bound, paged, prefill_items, work_list
 
 STEM = "attention_prefill"
 RNG = np.random.default_rng(12)
 
-TILE = 64
 WIDTHS = (64, 96, 128, 256)
 SHAPES = [
     Shape(2, 2, 64),
@@ -49,27 +48,17 @@ def run(
     held: Paged,
     counts: Sequence[int],
     window: int = 0,
-    first_sequence: int = 0,
+    skip: int = 0,
+    grid: int = 2,
 ) -> Bits:
-    """The last `counts` tokens of each sequence are new; rows of sequences before `first_sequence` are left alone."""
+    """The last `counts` tokens of each sequence are new; rows of the first `skip` sequences are left alone."""
     shape = held.shape
-    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     out = poison(len(q), shape.heads * shape.head_dim)
-    grid = (-(-max(counts[first_sequence:]) // TILE), shape.heads, len(counts) - first_sequence)
-    args: list[Argument] = [
-        q,
-        held.cache,
-        held.tables,
-        starts,
-        held.lengths,
-        out,
-        *held.arguments,
-        shape.scale,
-        window,
-        first_sequence,
-    ]
+    items = prefill_items(held.lengths.tolist(), counts, skip)
+    work = work_list([items[place] for place in RNG.permutation(len(items))], grid)
+    args: list[Argument] = [q, held.cache, held.tables, work, out, *held.arguments, shape.scale, window]
     name, shared_bytes = launch_of(element, shape, tier)
-    device.run(STEM, name, grid, 128, args, shared_bytes, tier=tier)
+    device.run(STEM, name, (shape.heads, grid), 128, args, shared_bytes, tier=tier)
     return out
 
 
@@ -131,15 +120,28 @@ def test_chunks_of_a_prompt_have_the_bits_of_the_whole(
         assert np.array_equal(run(device, element, tier, q[begin:end], part, [end - begin], window), whole[begin:end])
 
 
-def test_sequences_before_the_first_and_empty_ones_are_left_alone(device: Device, element: Element, tier: str) -> None:
+@pytest.mark.parametrize("shape", [Shape(2, 1, 16), Shape(1, 1, 256, block=32), Shape(1, 1, 10)], ids=str)
+def test_a_block_that_takes_several_items_gives_the_same_bits(
+    device: Device, element: Element, tier: str, shape: Shape
+) -> None:
+    counts = [70, 5, 66]
+    held = paged(RNG, element, shape, [70, 35, 98])
+    q = queries(element, shape, sum(counts))
+    first = run(device, element, tier, q, held, counts, grid=5)
+    assert np.array_equal(run(device, element, tier, q, held, counts, grid=1), first)
+    assert np.array_equal(run(device, element, tier, q, held, counts, grid=7), first)
+
+
+def test_sequences_without_items_are_left_alone(device: Device, element: Element, tier: str) -> None:
     shape, lengths, counts = Shape(2, 1, 16), [40, 30, 0, 20], [1, 1, 0, 20]
     held = paged(RNG, element, shape, lengths)
     held.tables[[0, 2]] = NO_BLOCK
     q = queries(element, shape, sum(counts))
     q[0] = 0xFFFF
-    out = run(device, element, tier, q, held, counts, first_sequence=1)
+    out = run(device, element, tier, q, held, counts, skip=1)
     assert np.all(out[0] == 0xFFFF)
     check(element, q, held, counts, 0, out, skip=1)
+    assert np.all(run(device, element, tier, q, held, counts, skip=4) == 0xFFFF)
 
 
 def test_a_key_that_is_no_number_is_not_hidden_from_those_after_it(device: Device, element: Element, tier: str) -> None:

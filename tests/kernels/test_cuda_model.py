@@ -18,7 +18,6 @@ from rvllm.backend.cpu import CpuModel
 from rvllm.backend.cuda.check import Checker
 from rvllm.backend.cuda.lower import FUSIONS
 from rvllm.backend.cuda.model import CudaModel, StepLimits
-from rvllm.backend.cuda.step_block import fill, layout, views
 from rvllm.engine.block_pool import blocks_for
 from rvllm.engine.request import Request, Sequence
 from rvllm.engine.scheduler import Chunk
@@ -190,23 +189,6 @@ def test_dummy_weights_are_the_same_on_both_backends() -> None:
     step = steps(cpu_model(source, BF16).program)[0]
     ours = cuda_model(source, BF16, "t80")
     assert not [d for d in Checker(ours, weights_for(source, ours.program)).check(step) if d.wrong]
-
-
-def test_a_step_smaller_than_its_bucket_is_padded_with_nothing_that_counts() -> None:
-    where = layout(tokens=4, rows=4, sequences=4, groups=1, max_blocks=2)
-    memory = np.full(where.nbytes, 0xEE, dtype=np.uint8)
-    source = opened("llama-mha")
-    program = record(source, dtype=BF16, kv_dtype=BF16, max_length=LONGEST)
-    row = sequence(program, [5], 0)
-    row.blocks = ([3, 1],)
-    fill(views(memory, where), where, step_of([row], [1]))
-
-    def read(name: str) -> list[int]:
-        field = where.fields[name]
-        return memory[field.offset :][: 4 * int(np.prod(field.shape))].view(np.int32).tolist()
-
-    assert read("ids") == [5, 0, 0, 0] and read("slots.0") == [3 * BLOCK, -1, -1, -1]
-    assert read("kv_lengths") == [1, 0, 0, 0] and read("block_tables.0")[:2] == [3, 1]
 
 
 def test_a_step_that_runs_ahead_draws_what_one_after_the_other_does() -> None:

@@ -29,6 +29,10 @@ from rvllm.program.ops import (
 from rvllm.program.program import Program, joined_name
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+MOST_SPLITS = 32  # into which decoding cuts the keys of a sequence
+SHORT_PROMPTS = (
+    16  # sequences of a step whose last tile of queries gets a block of its own, if they bring more than one token
+)
 LINEAR_TOKENS = 64  # up to here weights are streamed past the tokens, beyond they meet in tiles
 WIDE_TOKENS = 32  # beyond, warpgroups multiply where there are any
 WIDE_SLOTS, WIDE_SHARED_BYTES = 128, {64: 99328, 128: 197632, 256: 197632}  # of a tile of gemm_t90a
@@ -52,16 +56,12 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The sizes of a step as far as launches depend on them.
-
-    The first `decodes` of the `sequences` bring one token each, the others at most `longest` tokens.
-    """
+    """The sizes that a step is padded to. prefills: whether any sequence may bring more than one token."""
 
     tokens: int
     rows: int
     sequences: int
-    decodes: int
-    longest: int
+    prefills: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,43 +259,41 @@ def _wide(
 
 @_plain.register
 def _(op: Attention, target: Target) -> list[Launch]:
-    """One launch for the sequences that bring one token, which come first, and one for those that bring more."""
+    """One launch for all sequences that bring one token, one for all that bring more: each has its list of work."""
     bucket, group = target.bucket, _group(op.block_tables)
-    kv_heads, head_dim = op.cache.shape[2], op.cache.shape[4]
-    assert isinstance(kv_heads, int) and isinstance(head_dim, int), op
-    blocks = target.blocks[group]
+    kv_heads, head_dim = op.cache.sizes({f"blocks.{group}": 1, "block": 1})[2::2]
+    blocks, address = target.blocks[group], target.address
     shape = (op.heads, kv_heads, head_dim, blocks, target.block_size, target.max_blocks, op.scale, op.window or 0)
-    address = target.address
     cached = (address(op.q.name), address(op.cache.name), address(op.block_tables.name))
-    lengths, out = address(op.kv_lengths.name), address(op.out.name)
-    launches = []
-    if bucket.decodes:
-        packs = kv_heads * _covering(op.heads // kv_heads, 8)
-        splits = min(32, _covering(8 * target.multiprocessors, packs * bucket.decodes))
-        entry = f"attention_decode_{_build_for(head_dim, (64, 128, 256))}_{suffix(op.out.dtype)}"
-        values = (*cached, lengths, out, target.workspace, target.counters, *shape)
-        launches.append(Launch("attention_decode", entry, (splits, packs, bucket.decodes), 128, 0, values))
-    if bucket.decodes < bucket.sequences:
-        launches.append(_attention_prefill(op, target, cached, lengths, out, shape))
-    return launches
-
-
-def _attention_prefill(
-    op: Attention,
-    target: Target,
-    cached: tuple[int, int, int],
-    lengths: int,
-    out: int,
-    shape: tuple[int | float, ...],
-) -> Launch:
-    bucket = target.bucket
-    sequences = bucket.sequences - bucket.decodes
-    values = (*cached, target.address(op.query_starts.name), lengths, out, *shape, bucket.decodes)
-    grid = (_covering(bucket.longest, 64), op.heads, sequences)
-    build = _build_for(_width(op.out) // op.heads, (64, 96, 128, 256))
+    out = address(op.out.name)
+    pieces = decode_pieces(op, target.multiprocessors)
+    grid = (min(MOST_SPLITS * bucket.sequences, pieces + bucket.sequences), _packs(op))
+    entry = f"attention_decode_{_build_for(head_dim, (64, 128, 256))}_{suffix(op.out.dtype)}"
+    values = (*cached, address(f"decode_work.{group}"), out, target.workspace, target.counters, *shape)
+    decode = Launch("attention_decode", entry, grid, 128, 0, values)
+    if not bucket.prefills:
+        return [decode]
+    # Every sequence may leave a part of a tile. Blocks for more than a few of them would mostly find nothing to do.
+    grid = (op.heads, _covering(bucket.tokens, 64) + min(bucket.sequences, bucket.tokens // 2, SHORT_PROMPTS))
+    build = _build_for(head_dim, (64, 96, 128, 256))
     shared = 384 * (int(build[1:]) + 8) if target.tensor_cores and build != "any" else 0
     entry = f"attention_prefill_{build}_{suffix(op.out.dtype)}"
-    return Launch("attention_prefill", entry, grid, 128, shared, values)
+    return [
+        decode,
+        Launch("attention_prefill", entry, grid, 128, shared, (*cached, address("prefill_work"), out, *shape)),
+    ]
+
+
+def decode_pieces(op: Attention, multiprocessors: int) -> int:
+    """Items of decoding that fill the GPU. Its list has no more than these and one more for each sequence."""
+    return _covering(8 * multiprocessors, _packs(op))
+
+
+def _packs(op: Attention) -> int:
+    """The packs of up to eight heads that share keys."""
+    kv_heads = op.cache.shape[2]
+    assert isinstance(kv_heads, int), op
+    return kv_heads * _covering(op.heads // kv_heads, 8)
 
 
 def _build_for(head_dim: int, sizes: tuple[int, ...]) -> str:
@@ -318,9 +316,9 @@ def workspace(program: Program, sequences: int) -> tuple[int, int]:
                     partial = max(partial, 262144 * split * _covering(rows, WIDE_SLOTS))
                 counters = max(counters, 4 * _covering(rows, 16))
             elif isinstance(part, Attention):
-                kv_heads, head_dim = part.cache.sizes({f"blocks.{_group(part.block_tables)}": 1, "block": 1})[2::2]
-                partial = max(partial, 4 * sequences * part.heads * 32 * (head_dim + 2))
-                counters = max(counters, 4 * sequences * kv_heads * _covering(part.heads // kv_heads, 8))
+                head_dim = part.cache.sizes({f"blocks.{_group(part.block_tables)}": 1, "block": 1})[4]
+                partial = max(partial, 4 * sequences * part.heads * MOST_SPLITS * (head_dim + 2))
+                counters = max(counters, 4 * sequences * _packs(part))
     return partial, counters
 
 

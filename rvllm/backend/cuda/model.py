@@ -1,14 +1,14 @@
-"""A program on a GPU: weights, caches, arena and step block in place, a graph a decode bucket. Knows no requests.
+"""A program on a GPU: weights, caches, arena and step block in place, a graph for every bucket. Knows no requests.
 
-Steps of decoding sequences only are padded to a bucket and replayed as a graph; steps that read prompts are launched
-kernel by kernel at their own sizes. Both run the same launches, so they give the same bits.
+Every step is padded to a bucket and replayed as a graph: one of decoding sequences only by their number, another by its
+tokens alone, and then by the rows of logits that are wanted. All buckets have their arrays in the same places.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,17 @@ from rvllm.backend.cuda.context import Graph
 from rvllm.backend.cuda.kernels import Device
 from rvllm.backend.cuda.lower import Bucket, Launch, Target, lower, workspace
 from rvllm.backend.cuda.sampling import DeviceSampler
-from rvllm.backend.cuda.step_block import Layout, fill, layout, views
+from rvllm.backend.cuda.step_block import (
+    BlockTables,
+    Layout,
+    begin,
+    columns_for,
+    layout,
+    pack,
+    pack_tables,
+    padded_sequences,
+    padded_tokens,
+)
 from rvllm.backend.cuda.weights import aligned, load_weights, place, sizes
 from rvllm.model.checkpoint import Checkpoint
 from rvllm.program.dtype import BF16, F16, F32, DType, Float32, bf16_to_f32
@@ -28,7 +38,10 @@ from rvllm.program.program import Int32, Program, Step
 from rvllm.sampling.sampler import Sampled, SamplingRow
 
 Progress = Callable[[str, int, int], None]
-DECODE_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+MOST_MULTIPROCESSORS = 256  # of a GPU, where its memory is only estimated
+PREPARED_SEQUENCES = 64
+"""Up to so many decoding sequences have their graph before the first step; other graphs are captured when first used,
+which takes some milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +54,11 @@ class StepLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """A bucket's place in memory, its launches, and the graph of them (None: launched one by one)."""
+class Piece:
+    """Launches that are started together, and the graph of them (None: launched one by one)."""
 
-    layout: Layout
-    by_op: tuple[tuple[Launch, ...], ...]
+    launches: tuple[Launch, ...]
     graph: Graph | None
-    addresses: Mapping[str, int]
-    hosts: tuple[Mapping[str, Int32], ...]
-    logits: int
-    rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +71,7 @@ class Started:
 
 
 class CudaModel:
-    """`forward` computes one step; `prepare` captures the graphs beforehand, so that no step waits for it."""
+    """`forward` computes one step; `prepare` captures graphs beforehand, so that few steps wait for one."""
 
     def __init__(
         self,
@@ -86,9 +94,12 @@ class CudaModel:
         self._block_size = block_size
         self._eager = eager
         self._addresses: dict[str, int] = {}
-        self._plans: dict[int, MemoryPlan] = {}
-        self._prepared: dict[Bucket, Prepared] = {}
-        self._last: Prepared | None = None
+        self._pieces: dict[Bucket, Piece] = {}
+        # From here on ops are for the rows of logits that are wanted.
+        self._head = next(place for place, op in enumerate(program.ops) if op.out.shape[0] == "rows")
+        self._followed = 0  # the sequences that a next step may follow; 0: none may
+        self._tables: BlockTables = ()  # the last step's; the device has the first `_columns` of them
+        self._columns, self._longest = 0, 0  # the latter is the last step's longest sequence, tokens
         self._turn = 0
         self._load(checkpoint, progress)
         self._allocate_caches()
@@ -100,25 +111,34 @@ class CudaModel:
 
     def forward(self, step: Step) -> Float32:
         """Logits (rows, vocab) float32 of the step's wanted rows; the caches then hold its tokens."""
-        prepared = self._send(step)
-        self._start(prepared)
+        self._start(self._send(step))
         logits = np.empty((len(step.rows), self.program.output.sizes({"rows": 1})[1]), dtype=np.float32)
-        self._device.read(prepared.logits, logits)
+        self._device.read(self._addresses[self.program.output.name], logits)
         return logits
 
-    def start(self, step: Step, rows: Sequence[SamplingRow], *, follows: bool = False) -> Started:
+    def start(self, step: Step | None, rows: Sequence[SamplingRow], *, follows: bool = False) -> Started:
         """Start one step and the drawing of a token for each of its wanted rows.
 
-        follows: the step's ids are the tokens that the step started last is drawing for the same rows in the same
-        order; that step need not be finished, and `step.ids` is not looked at. At most one step may be unfinished then.
+        follows: the step's ids are the tokens that the step started last is drawing, one for each of its sequences, for
+        the same sequences in the same order. That step need not be finished; at most one step may be unfinished then.
+        The device moves the sequences on by itself: of `step` only the block tables are looked at, and they are sent if
+        they have changed; without a step they have not.
         """
         self._turn ^= 1
-        prepared = self._send(step, follows=follows)
-        self._sampler.send(rows, prepared.rows, self._turn)
-        self._start(prepared)
+        if follows:
+            bucket = self._follow(step)
+            assert len(rows) == self._followed, "a step that follows draws a token for each of its sequences"
+        else:
+            assert step is not None, "only a step that follows is known without saying"
+            bucket = self._send(step)
+            draws_all = np.array_equal(step.rows + 1, step.query_starts[1:])
+            self._followed = len(rows) if draws_all and len(rows) == len(step.rows) else 0
         if rows:
-            ids = prepared.addresses["ids"]
-            self._sampler.sample(prepared.logits, ids, rows, prepared.rows, self._turn)
+            self._sampler.send(rows, bucket.rows, self._turn)
+        self._start(bucket)
+        if rows:
+            logits, ids = self._addresses[self.program.output.name], self._addresses["ids"]
+            self._sampler.sample(logits, ids, rows, bucket.rows, self._turn)
         return Started(tuple(rows), self._turn, self._device.mark())
 
     def finish(self, started: Started) -> list[Sampled]:
@@ -127,11 +147,15 @@ class CudaModel:
         return self._sampler.take(started.rows, started.turn) if started.rows else []
 
     def one_by_one(self, step: Step) -> Iterator[tuple[Op, Callable[[], None]]]:
-        """Send the step, then give each op with a function that runs it: between them memory can be read."""
-        prepared = self._send(step)
-        for op, launches in zip(self.program.ops, prepared.by_op):
+        """Send the step, then give each op with a function that runs it, between which memory can be read."""
+        bucket = self._send(step)
+        target = self._target(bucket)
+        for launch in begin(self.program, target, self._layout):
+            self._device.launch(launch)
+        for op in self.program.ops[: None if bucket.rows else self._head]:
+            launches = lower(op, target)
 
-            def run(launches: Sequence[Launch] = launches) -> None:
+            def run(launches: Sequence[Launch] = tuple(launches)) -> None:
                 for launch in launches:
                     self._device.launch(launch)
                 self._device.synchronize()
@@ -142,10 +166,9 @@ class CudaModel:
         """What the device has for `tensor` at the step's sizes: float32, or int32 for inputs."""
         if tensor.kind is Kind.INPUT:
             return step.inputs()[tensor.name]
-        prepared = self._bucket(self._bucket_of(step))
         shape = tensor.sizes(self._known_sizes(step))
         raw = np.empty(tensor.dtype.nbytes(math.prod(shape)), dtype=np.uint8)
-        self._device.read(prepared.addresses[tensor.name], raw)
+        self._device.read(self._addresses[tensor.name], raw)
         if tensor.dtype is BF16:
             return bf16_to_f32(raw.view(np.uint16)).reshape(shape)
         return raw.view(np.float16 if tensor.dtype is F16 else np.float32).astype(np.float32).reshape(shape)
@@ -155,51 +178,84 @@ class CudaModel:
         return step.sizes | blocks | {"block": self._block_size}
 
     def prepare(self) -> None:
-        """Capture the graph of every decode bucket."""
-        for size in DECODE_BUCKETS:
-            if size <= self._limits.sequences:
-                self._bucket(Bucket(size, size, size, size, 1))
+        """Capture the graphs of steps with few decoding sequences."""
+        most = self._limits.sequences
+        for size in sorted({padded_sequences(count, most) for count in range(1, min(most, PREPARED_SEQUENCES) + 1)}):
+            self._piece(Bucket(size, size, size, False))
 
-    def _send(self, step: Step, *, follows: bool = False) -> Prepared:
-        """Copy the step to the device; if it follows another, all but the ids, which are there or will be."""
-        prepared = self._bucket(self._bucket_of(step))
-        assert not follows or prepared is self._last, "a step can only follow one of the same bucket"
-        self._last = prepared
-        host = self._host_blocks[self._turn]
-        fill(prepared.hosts[self._turn], prepared.layout, step)
-        skipped = prepared.layout.fields["positions"].offset if follows else 0
-        nbytes = prepared.layout.nbytes - skipped
-        self._device.copy_in(self._step_block + skipped, host.ctypes.data + skipped, nbytes)
-        return prepared
+    def _send(self, step: Step) -> Bucket:
+        """Copy the step to the device: its padded sizes."""
+        limits = self._limits
+        assert len(step.ids) <= limits.tokens and len(step.kv_lengths) <= limits.sequences, (step.sizes, limits)
+        self._tables, self._followed = step.block_tables, 0
+        self._longest = int(step.kv_lengths.max())
+        self._columns = columns_for(self._tables, self._longest, self._block_size)
+        host = self._hosts[self._turn]
+        self._copy_in(host, pack(step, self._columns, host))
+        rows, tokens = len(step.rows), len(step.ids)
+        if rows == tokens == step.decode_tokens:
+            return self._decode_bucket(tokens)
+        padded = padded_tokens(tokens, limits.tokens)
+        wanted = padded_sequences(rows, limits.sequences) if rows else 0
+        return Bucket(padded, wanted, min(padded, limits.sequences), True)
 
-    def _start(self, prepared: Prepared) -> None:
+    def _follow(self, step: Step | None) -> Bucket:
+        """Send what the device does not know of a step that follows, which is mostly nothing."""
+        assert self._followed, "a step can only follow one that draws a token for each of its sequences"
+        known = step is None or self._has_tables(step.block_tables)
+        if step is not None:
+            assert len(step.block_tables[0]) == self._followed, "a step that follows has the same sequences"
+            self._tables = step.block_tables
+        self._longest += 1
+        if not known or self._longest > self._columns * self._block_size:
+            self._columns = columns_for(self._tables, self._longest, self._block_size)
+            host = self._hosts[self._turn]
+            self._copy_in(host, pack_tables(self._tables, self._columns, host))
+        return self._decode_bucket(self._followed)
+
+    def _has_tables(self, tables: BlockTables) -> bool:
+        """Whether these are, as far as the device has any, those that it has."""
+        pairs = zip(tables, self._tables)
+        return all(np.array_equal(new[:, : self._columns], old[:, : self._columns]) for new, old in pairs)
+
+    def _copy_in(self, host: Int32, words: int) -> None:
+        self._device.copy_in(self._addresses["message"], host.ctypes.data, 4 * words)
+
+    def _decode_bucket(self, sequences: int) -> Bucket:
+        size = padded_sequences(sequences, self._limits.sequences)
+        return Bucket(size, size, size, False)
+
+    def _start(self, bucket: Bucket) -> None:
         """Start the computation of the step that was sent."""
-        if prepared.graph is not None:
-            self._device.replay(prepared.graph)
+        if not bucket.prefills:
+            self._run(self._piece(bucket))
+            return
+        self._run(self._piece(replace(bucket, rows=0)))
+        if bucket.rows:
+            self._run(self._piece(Bucket(0, bucket.rows, 0, True)))
+
+    def _run(self, piece: Piece) -> None:
+        if piece.graph is not None:
+            self._device.replay(piece.graph)
         else:
-            for launches in prepared.by_op:
-                for launch in launches:
-                    self._device.launch(launch)
+            for launch in piece.launches:
+                self._device.launch(launch)
 
-    def _bucket_of(self, step: Step) -> Bucket:
-        tokens, sequences = len(step.ids), len(step.kv_lengths)
-        counts = np.diff(step.query_starts)
-        if counts.max() == 1 and len(step.rows) == tokens:
-            size = next(size for size in (*DECODE_BUCKETS, tokens) if size >= tokens)
-            return Bucket(size, size, size, size, 1)
-        return Bucket(tokens, len(step.rows), sequences, step.decode_tokens, int(counts.max()))
+    def _piece(self, bucket: Bucket) -> Piece:
+        """The launches for a bucket: those of tokens if it has any, then those of rows if it has any."""
+        if bucket in self._pieces:
+            return self._pieces[bucket]
+        target = self._target(bucket)
+        launches = begin(self.program, target, self._layout) if bucket.tokens else []
+        first, last = 0 if bucket.tokens else self._head, None if bucket.rows else self._head
+        launches += [launch for op in self.program.ops[first:last] for launch in lower(op, target)]
+        graph = None if self._eager else self._device.capture(launches)
+        piece = self._pieces[bucket] = Piece(() if graph is not None else tuple(launches), graph)
+        return piece
 
-    def _bucket(self, bucket: Bucket) -> Prepared:
-        if bucket in self._prepared:
-            return self._prepared[bucket]
-        decodes_only = bucket.decodes == bucket.tokens
-        where = layout(bucket.tokens, bucket.rows, bucket.sequences, len(self._blocks), self._limits.max_blocks)
-        memory = self._plan(1 << (bucket.tokens - 1).bit_length())
-        places = {name: self._arena + offset for name, offset in memory.offsets.items()}
-        places |= {name: self._step_block + field.offset for name, field in where.fields.items()}
-        places |= self._addresses
-        target = Target(
-            address=places.__getitem__,
+    def _target(self, bucket: Bucket) -> Target:
+        return Target(
+            address=self._addresses.__getitem__,
             bucket=bucket,
             max_blocks=self._limits.max_blocks,
             blocks=self._blocks,
@@ -209,28 +265,6 @@ class CudaModel:
             multiprocessors=self._device.multiprocessors,
             tier=self._device.tier,
         )
-        by_op = tuple(tuple(lower(op, target)) for op in self.program.ops)
-        launches = [launch for launches in by_op for launch in launches]
-        graph = self._device.capture(launches) if decodes_only and not self._eager else None
-        prepared = Prepared(
-            layout=where,
-            by_op=by_op,
-            graph=graph,
-            addresses=places,
-            hosts=tuple(views(block, where) for block in self._host_blocks),
-            logits=places[self.program.output.name],
-            rows=bucket.rows,
-        )
-        if decodes_only:  # the sizes of other steps are too many to keep
-            self._prepared[bucket] = prepared
-        return prepared
-
-    def _plan(self, size: int) -> MemoryPlan:
-        """The arena for up to `size` tokens and as many rows as there may be sequences."""
-        if size not in self._plans:
-            known = {"tokens": size, "rows": self._limits.sequences}
-            self._plans[size] = plan(self.program, lambda tensor: _nbytes(tensor, known))
-        return self._plans[size]
 
     def _load(self, checkpoint: Checkpoint, progress: Progress | None) -> None:
         dtype = self.dtype
@@ -252,17 +286,28 @@ class CudaModel:
 
     def _allocate_step_memory(self) -> None:
         limits = self._limits
-        powers = range((limits.tokens - 1).bit_length() + 1)
-        self._arena = self._device.allocate(max(self._plan(1 << power).nbytes for power in powers))
-        block = layout(limits.tokens, limits.sequences, limits.sequences, len(self._blocks), limits.max_blocks)
-        self._step_block = self._device.allocate(block.nbytes)
+        arena = arena_plan(self.program, limits)
+        where = self._layout = step_layout(self.program, limits, self._device.multiprocessors)
+        for offsets, nbytes in ((arena.offsets, arena.nbytes), (where.offsets, where.nbytes)):
+            memory = self._device.allocate(nbytes)
+            self._addresses |= {name: memory + offset for name, offset in offsets.items()}
         # Two, so that a step can be written while the one before is still being copied.
-        self._host_blocks = tuple(self._device.pinned(block.nbytes) for _ in range(2))
+        self._hosts = tuple(self._device.pinned(4 * where.message_words).view(np.int32) for _ in range(2))
         nbytes, counters = workspace(self.program, limits.sequences)
         self._workspace = self._device.allocate(nbytes)
         self._counters = self._device.allocate(counters)
         # Every kernel that counts leaves its counters at zero.
         self._device.fill(self._counters, 0, counters)
+
+
+def arena_plan(program: Program, limits: StepLimits) -> MemoryPlan:
+    """Where every activation lies, whatever the step's size."""
+    return plan(program, lambda tensor: _nbytes(tensor, {"tokens": limits.tokens, "rows": limits.sequences}))
+
+
+def step_layout(program: Program, limits: StepLimits, multiprocessors: int) -> Layout:
+    """Where a step's arrays lie, whatever its size."""
+    return layout(program, limits.tokens, limits.sequences, limits.max_blocks, multiprocessors)
 
 
 def activation_dtype(program: Program) -> DType:
@@ -271,14 +316,15 @@ def activation_dtype(program: Program) -> DType:
 
 
 def memory_bytes(program: Program, limits: StepLimits) -> int:
-    """Device memory that a model takes beside its caches: weights, arena, workspaces."""
-    dtype = activation_dtype(program)
-    arena = plan(program, lambda tensor: _nbytes(tensor, {"tokens": limits.tokens, "rows": limits.sequences})).nbytes
-    vocab = program.output.sizes({"rows": 1})[1]
-    partials, counters = workspace(program, limits.sequences)
-    return (
-        sum(map(aligned, sizes(program, dtype).values())) + arena + partials + counters + 5 * limits.sequences * vocab
-    )
+    """Device memory that a model takes beside its caches and graphs: weights and what a step needs."""
+    return sum(map(aligned, sizes(program, activation_dtype(program)).values())) + step_bytes(program, limits)
+
+
+def step_bytes(program: Program, limits: StepLimits) -> int:
+    """Device memory for steps up to the limits: arena, step block, workspaces, sampler."""
+    step = arena_plan(program, limits).nbytes + step_layout(program, limits, MOST_MULTIPROCESSORS).nbytes
+    sampler = limits.sequences * (5 * program.output.sizes({"rows": 1})[1] + (50 << 10))
+    return step + sum(workspace(program, limits.sequences)) + sampler + (1 << 20)  # and what is small
 
 
 def _nbytes(tensor: Tensor, sizes: dict[str, int]) -> int:
