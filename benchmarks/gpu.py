@@ -84,7 +84,7 @@ def check_ops(shape: str, gpu: Gpu) -> float:
     source = source_of(SHAPES[shape] | {"num_hidden_layers": 2, "vocab_size": 4096})
     program = fuse(record(source, dtype=BF16, kv_dtype=BF16, max_length=CONTEXT), FUSIONS)
     checkpoint = weights_for(source, program)
-    limits = StepLimits(512, 64, 16, 64)
+    limits = StepLimits(512, 64, 16)
     model = CudaModel(program, checkpoint, gpu, limits=limits, blocks=(64,), block_size=32, vocab_limit=4096)
     checker = Checker(model, checkpoint)
     rng = np.random.default_rng(1)

@@ -70,7 +70,7 @@ def check_model(source: Source, dtype: str, name: str, device: Device, progress:
         program,
         checkpoint,
         device,
-        limits=StepLimits(FIRST_CHUNK + SEQUENCES, SEQUENCES, most, SEQUENCES),
+        limits=StepLimits(FIRST_CHUNK + SEQUENCES, SEQUENCES, most),
         blocks=(SEQUENCES * most,) * len(program.cache_groups),
         block_size=BLOCK_SIZE,
         vocab_limit=source.config.vocab_size,

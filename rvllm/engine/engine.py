@@ -19,6 +19,8 @@ from rvllm.errors import PromptTooLong
 from rvllm.program.program import Program, Step
 from rvllm.sampling.sampler import Sampled, SamplingRow
 
+__all__ = ["Engine", "Limits", "Load", "Model", "check_length"]
+
 _RANK = attrgetter("rank")
 
 
@@ -37,7 +39,8 @@ class Model(Protocol):
         """Start a step and the drawing of a token for each of its rows, which may name one place several times.
 
         follows: its ids are the tokens being drawn by the step started before, for the same rows in the same order.
-        The arrays of the step and the rows' positions are counted on for the next one once this returns.
+        Once this returns, the rows' positions and the step's arrays, but for the block tables, are counted on for the
+        next one.
         """
         ...
 
@@ -85,6 +88,7 @@ class Engine:
         self._model = model
         self.limits = limits
         self._held = Holdings(limits)
+        self._follows = model.runs_ahead
         self._groups = len(model.program.cache_groups)
         self._known: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []  # both in order of rank
@@ -98,6 +102,15 @@ class Engine:
     def busy(self) -> bool:
         """Whether a request waits or runs."""
         return bool(self._waiting or self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have not begun, or gave way."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
 
     @property
     def free_blocks(self) -> int:
@@ -177,7 +190,7 @@ class Engine:
             return []
         self._flight = self._follow(landing)
         events = self._land(landing)
-        if self._flight is None and self._running and self._model.runs_ahead:
+        if self._flight is None and self._running and self._follows:
             self._flight = self._take_off()  # so that the device works while the caller publishes
         self._settle()
         return events
@@ -246,16 +259,17 @@ class Engine:
         asked = ask(plan, step.query_starts.tolist())
         if len(asked.places) != len(step.rows):
             step = replace(step, rows=np.array(asked.places, dtype=np.int32))
-        filled = []
-        for chunk in plan.chunks:
-            sequence = chunk.sequence
-            leads = bool(sequence.siblings) and chunk.finishes
-            sequence.computed += chunk.tokens
-            sequence.turn = self._counts.steps
+        filled, number = [], self._counts.steps
+        for sequence, tokens in plan.chunks:
+            leads = bool(sequence.siblings) and tokens == sequence.pending
+            sequence.computed += tokens
+            sequence.turn = number
             if sequence.computed // size > sequence.registered:
                 filled.append((sequence, sequence.computed))
             if leads:
                 self._fork(sequence, plan.forks)
+        for sequence, row in zip(asked.sequences, asked.rows):
+            row.slot = sequence.slot or 0
         members = [chunk.sequence for chunk in plan.chunks]
         return Flight(
             step,
@@ -263,7 +277,7 @@ class Engine:
             slots_of(members),
             asked,
             tuple(filled),
-            step.decode_tokens == len(step.ids) == len(asked.rows) and not plan.forks and asked.plain,
+            self._follows and step.decode_tokens == len(step.ids) == len(asked.rows) and not plan.forks and asked.plain,
             asked.left,
             self._model.start(step, asked.rows),
         )
@@ -286,7 +300,7 @@ class Engine:
         Not so when a request could begin, a prompt was read, a sequence has ended or is about to reach its length, what
         may be drawn depends on the tokens before, or there are no blocks left: then somebody has to give way first.
         """
-        if not self._model.runs_ahead or not flight.followable or flight.left <= 0 or self._ending:
+        if not flight.followable or flight.left <= 0 or self._ending:
             return None
         sequences = flight.asked.sequences
         if (self._waiting and not self._stuck) or len(sequences) != len(self._running):

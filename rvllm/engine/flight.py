@@ -60,17 +60,17 @@ class Asked:
 def ask(plan: Plan, starts: Items[int]) -> Asked:
     """A row for each chunk that finishes, for each fork of its sequence, and for each token that is scored."""
     asked = Asked()
-    for chunk, begin in zip(plan.chunks, starts):
-        sequence = chunk.sequence
-        if sequence.scoring:
-            for place, row in enumerate(_scored_rows(sequence, chunk.tokens)):
+    for (sequence, tokens), begin in zip(plan.chunks, starts):
+        if sequence.scored and sequence.scoring:
+            for place, row in enumerate(_scored_rows(sequence, tokens)):
                 asked.add(begin + place, row, sequence)
-        if chunk.finishes:
-            last = begin + chunk.tokens - 1
+        if tokens == len(sequence.token_ids) - sequence.computed:
+            last = begin + tokens - 1
             asked.add(last, _next_row(sequence), sequence)
-            for sibling in plan.forks:
-                if sibling.leader is sequence:
-                    asked.add(last, _next_row(sibling), sibling)
+            if sequence.siblings:
+                for sibling in plan.forks:
+                    if sibling.leader is sequence:
+                        asked.add(last, _next_row(sibling), sibling)
     return asked
 
 

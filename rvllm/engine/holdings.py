@@ -61,16 +61,16 @@ class Holdings:
         copies = []
         for chunk in chunks:
             sequence = chunk.sequence
-            page = sequence.computed // size
-            if page < len(sequence.blocks):
+            page, place = divmod(sequence.computed, size)
+            if place:
                 block = sequence.blocks[page]
                 if pool.holders(block) > 1:
                     (own,) = pool.take(1)
                     copies.append((block, own))
                     pool.give_back([block])
                     sequence.blocks[page] = self.tables[sequence.slot, page] = own
-            missing = blocks_for(sequence.computed + chunk.tokens, size) - len(sequence.blocks)
-            if missing > 0:
+            if place + chunk.tokens > size or not place:
+                missing = blocks_for(sequence.computed + chunk.tokens, size) - len(sequence.blocks)
                 self.hold(sequence, pool.take(missing))
         return copies
 

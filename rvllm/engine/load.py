@@ -119,9 +119,7 @@ def _on_gpu(
         program,
         weights_for(source, program),
         gpu,
-        limits=StepLimits(
-            config.max_num_batched_tokens, config.max_num_seqs, blocks_for(length, config.block_size), rows
-        ),
+        limits=StepLimits(max(config.max_num_batched_tokens, rows), rows, blocks_for(length, config.block_size)),
         blocks=None,
         block_size=config.block_size,
         vocab_limit=vocab_limit,

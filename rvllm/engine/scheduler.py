@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from heapq import merge
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from rvllm.engine.block_pool import blocks_for
 from rvllm.engine.request import Sequence
@@ -64,8 +64,7 @@ class Pool(Protocol):
     def find(self, keys: Items[bytes]) -> list[int]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """The next `tokens` tokens of a sequence that are not yet in the cache."""
 
     sequence: Sequence
@@ -185,10 +184,17 @@ class _Draft:
 
     def place(self) -> None:
         """Blocks for the chunks of those that run, the most important first."""
-        gone = self.preempted
+        gone, size, holders = self.preempted, self._limits.block_size, self._pool.holders
         for sequence in tuple(self.running):
-            tokens = 1 if sequence.pending == 1 else self._chosen.get(sequence, 0)
-            if tokens and not (gone and sequence in gone) and self._make_room(sequence, tokens):
+            if gone and sequence in gone:
+                return
+            computed = sequence.computed
+            decodes = len(sequence.token_ids) - computed == 1
+            if decodes and computed % size and not gone and holders(sequence.blocks[-1]) == 1:
+                self.chunks.append(Chunk(sequence, 1))  # as nearly always: the block it is in has room, and is its own
+                continue
+            tokens = 1 if decodes else self._chosen.get(sequence, 0)
+            if tokens and self._make_room(sequence, tokens):
                 self.chunks.append(Chunk(sequence, tokens))
 
     def _make_room(self, sequence: Sequence, tokens: int) -> bool:

@@ -12,8 +12,6 @@ from rvllm.engine.request import Sequence
 from rvllm.engine.scheduler import Chunk
 from rvllm.program.program import Int32, Step
 
-SPARE_BLOCKS = 16  # columns of a block table beyond what a step needs, so that it serves the steps after it
-
 
 def build_step(chunks: Items[Chunk], block_size: int, groups: int, tables: Int32 | None = None) -> Step:
     """The arrays of a step that computes `chunks`, in their order; one row of logits for each that finishes.
@@ -33,8 +31,7 @@ def build_step(chunks: Items[Chunk], block_size: int, groups: int, tables: Int32
     if tables is None:
         table = _block_table([sequence.blocks for sequence in sequences])
     else:
-        longest = blocks_for(int(kv_lengths.max()), block_size) + SPARE_BLOCKS
-        table = tables[slots_of(sequences), :longest]
+        table = tables[slots_of(sequences), : blocks_for(int(kv_lengths.max()), block_size)]
     pages, places = np.divmod(positions, np.int32(block_size))
     return Step(
         ids=_pending_ids(chunks),
@@ -54,20 +51,17 @@ def build_step(chunks: Items[Chunk], block_size: int, groups: int, tables: Int32
 def advance(step: Step, slots: Int32, tables: Int32, block_size: int) -> Step:
     """The step after one in which the sequences of `slots` decode: its own arrays, each counted on in place.
 
-    `tables` has the blocks that the sequences enter. The ids are those that the step before draws.
+    Only the block table is another array where it has changed, so that whoever has sent it can tell; `tables` has the
+    blocks that the sequences enter. The ids are those that the step before draws.
     """
     entering = np.flatnonzero(step.kv_lengths % block_size == 0)
     for array in (step.positions, step.lengths, step.kv_lengths, step.slots[0]):
         array += 1
     if len(entering):
         pages = step.positions[entering] // block_size
-        table = step.block_tables[0]
-        if pages.max() >= table.shape[1]:
-            table = tables[slots, : int(pages.max()) + 1 + SPARE_BLOCKS]
-            step = replace(step, block_tables=(table,) * len(step.block_tables))
-        blocks = tables[slots[entering], pages]
-        table[entering, pages] = blocks
-        step.slots[0][entering] = blocks * np.int32(block_size)
+        width = max(step.block_tables[0].shape[1], int(pages.max()) + 1)
+        step = replace(step, block_tables=(tables[slots, :width],) * len(step.block_tables))
+        step.slots[0][entering] = tables[slots[entering], pages] * np.int32(block_size)
     return step
 
 

@@ -42,6 +42,7 @@ class SamplingRow:
     output_counts   how often each id stands in the output so far; read only when there are penalties
     forbidden_ids   not to be drawn now: end-of-sequence and stop ids before min_tokens. Where they are all that
                     allowed_token_ids leaves, they may be drawn after all
+    slot            the sequence's number among those that run, for what a device keeps of each
     given_id        None: a token is drawn; else it is known to be this one, and only its log-probability and the best
                     ones, as many as params.logprobs, are wanted
     """
@@ -52,6 +53,7 @@ class SamplingRow:
     prompt_ids: Sequence[int] | Int64 = ()
     output_counts: Mapping[int, int] = field(default_factory=dict)
     forbidden_ids: tuple[int, ...] = ()
+    slot: int = 0
     given_id: int | None = None
 
 

@@ -71,7 +71,7 @@ def cuda_model(source: Source, dtype: DType, device: Device, length: int = 64, *
         program,
         weights_for(source, program),
         device,
-        limits=StepLimits(128, PLACES, blocks_for(length, BLOCK), PLACES),
+        limits=StepLimits(128, PLACES, blocks_for(length, BLOCK)),
         blocks=(PLACES * blocks_for(length, BLOCK),) * len(program.cache_groups),
         block_size=BLOCK,
         vocab_limit=source.config.vocab_size,

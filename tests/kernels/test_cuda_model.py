@@ -48,7 +48,7 @@ def opened(case: str) -> Source:
 
 
 def limits(sequences: int = 8) -> StepLimits:
-    return StepLimits(64, sequences, blocks_for(LONGEST, BLOCK), sequences)
+    return StepLimits(64, sequences, blocks_for(LONGEST, BLOCK))
 
 
 def blocks(program: Program) -> tuple[int, ...]:

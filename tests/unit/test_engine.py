@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rvllm.engine.block_pool import blocks_for
@@ -238,6 +238,7 @@ def test_penalties_see_the_output_and_a_seeded_request_does_not_see_its_neighbou
     assert blocks_for(10, 16) == 1
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(1, 30), st.integers(1, 25), st.sampled_from([0.0, 1.2]), st.sampled_from([0.0, 1.5])),

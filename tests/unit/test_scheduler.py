@@ -144,18 +144,23 @@ def test_the_prompt_whose_turn_is_longest_ago_is_read(now: Situation) -> None:
 def test_a_prompt_is_cut_at_the_same_places_whoever_runs_beside_it(length: int, now: Situation) -> None:
     def cuts(neighbours: list[Sequence]) -> list[int]:
         pool, own, places = BlockPool(1000), now.sequence(length, 0), []
-        own.rank = (0, -1)
-        own.slot = 99
-        while own.pending > 1:
-            for part in schedule([own, *neighbours], (), pool, limits()).chunks:
-                if part.sequence is own:
-                    own.computed += part.tokens
+        own.rank, own.slot = (0, -1), 99
+        for one in neighbours:
+            one.blocks = pool.take(blocks_for(one.computed, SIZE))
+        for _ in range(100):
+            for one, tokens in schedule([own, *neighbours], (), pool, limits()).chunks:
+                one.blocks += pool.take(blocks_for(one.computed + tokens, SIZE) - len(one.blocks))
+                one.computed += tokens
+                if one is own:
                     places.append(own.computed)
-                part.sequence.turn += 1
-            own.blocks = pool.take(0)
+                elif not one.pending:
+                    one.token_ids.append(1)
+                one.turn += 1
+            if not own.pending:
+                break
         return places
 
-    others = [replace(one, blocks=[]) for one in now.running[:5]]
+    others = [replace(one, blocks=[], token_ids=list(one.token_ids)) for one in now.running[:5]]
     assert cuts([]) == cuts(others)
 
 

@@ -34,12 +34,11 @@ DECODE_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The largest step: tokens (no fewer than sequences), sequences, blocks of one sequence, rows of logits."""
+    """The largest step: tokens (no fewer than sequences), sequences and rows of logits, blocks of one sequence."""
 
     tokens: int
     sequences: int
     max_blocks: int
-    rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +95,7 @@ class CudaModel:
         self._load(checkpoint, progress)
         self._allocate_step_memory()
         vocab = program.output.sizes({"rows": 1})[1]
-        self._sampler = DeviceSampler(device, rows=limits.rows, vocab=vocab, vocab_limit=vocab_limit, eager=eager)
+        self._sampler = DeviceSampler(device, rows=limits.sequences, vocab=vocab, vocab_limit=vocab_limit, eager=eager)
         if blocks is not None:
             self.allocate_caches(blocks)
 
@@ -261,9 +260,9 @@ class CudaModel:
         return prepared
 
     def _plan(self, size: int) -> MemoryPlan:
-        """The arena for up to `size` tokens and all the rows there may be."""
+        """The arena for up to `size` tokens and as many rows as there may be sequences."""
         if size not in self._plans:
-            known = {"tokens": size, "rows": self._limits.rows}
+            known = {"tokens": size, "rows": self._limits.sequences}
             self._plans[size] = plan(self.program, lambda tensor: _nbytes(tensor, known))
         return self._plans[size]
 
@@ -294,7 +293,9 @@ class CudaModel:
         limits = self._limits
         powers = range((limits.tokens - 1).bit_length() + 1)
         self._arena = self._device.allocate(max(self._plan(1 << power).nbytes for power in powers))
-        block = layout(limits.tokens, limits.rows, limits.sequences, len(self.program.cache_groups), limits.max_blocks)
+        block = layout(
+            limits.tokens, limits.sequences, limits.sequences, len(self.program.cache_groups), limits.max_blocks
+        )
         self._step_block = self._device.allocate(block.nbytes)
         # Two, so that a step can be written while the one before is still being copied.
         self._host_blocks = tuple(self._device.pinned(block.nbytes) for _ in range(2))
