@@ -16,7 +16,7 @@ from rvllm.engine.request import Request, Sequence, TokenEvent
 from rvllm.engine.scheduler import Limits, Plan, schedule
 from rvllm.engine.step import advance, build_step, slots_of
 from rvllm.errors import PromptTooLong
-from rvllm.program.program import Program, Step
+from rvllm.program.program import Program, Step, length_independent
 from rvllm.sampling.sampler import Sampled, SamplingRow
 
 __all__ = ["Engine", "Limits", "Load", "Model", "check_length"]
@@ -87,7 +87,7 @@ class Engine:
     def __init__(self, model: Model, limits: Limits) -> None:
         self._model = model
         self.limits = limits
-        self._held = Holdings(limits)
+        self._held = Holdings(limits, length_independent(model.program))
         self._follows = model.runs_ahead
         self._groups = len(model.program.cache_groups)
         self._known: dict[str, Sequence] = {}

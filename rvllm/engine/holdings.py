@@ -16,10 +16,14 @@ from rvllm.engine.scheduler import Chunk, Limits
 
 
 class Holdings:
-    """The pool, the slots and the block table of every slot, `tables` (slots, blocks) i32."""
+    """The pool, the slots and the block table of every slot, `tables` (slots, blocks) i32.
 
-    def __init__(self, limits: Limits) -> None:
+    longest_shared: blocks of longer prompts, and blocks beyond, are for their own sequence alone; None: no such limit.
+    """
+
+    def __init__(self, limits: Limits, longest_shared: int | None = None) -> None:
         self._limits = limits
+        self._longest_shared = limits.max_model_len if longest_shared is None else longest_shared
         self.pool = BlockPool(limits.blocks)
         most = min(blocks_for(limits.max_model_len, limits.block_size), limits.blocks)
         self.tables = np.zeros((limits.max_num_seqs, most), dtype=np.int32)
@@ -27,7 +31,7 @@ class Holdings:
 
     def prompt_keys(self, request: Request) -> list[bytes]:
         """Keys of the prompt's full blocks; none where there is no prefix cache."""
-        if not self._limits.prefix_caching:
+        if not self._limits.prefix_caching or len(request.prompt_ids) > self._longest_shared:
             return []
         size, key, keys = self._limits.block_size, root_key(request.cache_salt), []
         for begin in range(0, len(request.prompt_ids) - size + 1, size):
@@ -76,7 +80,10 @@ class Holdings:
 
     def register(self, sequence: Sequence, tokens: int) -> None:
         """Let others find the sequence's full blocks among its first `tokens` tokens, all of them accepted."""
+        if len(sequence.request.prompt_ids) > self._longest_shared:
+            return
         size, keys = self._limits.block_size, sequence.keys
+        tokens = min(tokens, self._longest_shared)
         for page in range(sequence.registered, tokens // size):
             if page == len(keys):
                 parent = keys[-1] if keys else root_key(sequence.request.cache_salt)

@@ -221,6 +221,22 @@ def test_prompts_about_as_long_as_the_pool_end_and_those_behind_them_are_served(
         assert results[1].outputs[0].text == "a" * 17
 
 
+def test_a_prefix_whose_keys_depend_on_the_prompts_length_is_not_shared(tmp_path: Path) -> None:
+    """Dynamic rope scaling turns the keys of a prompt beyond the trained 64 tokens by its whole length."""
+    scaled = Shape(hidden=64, intermediate=96, heads=2, kv_heads=1, rope_scaling={"type": "dynamic", "factor": 4.0})
+    model = random_model(tmp_path, scaled, Options(max_positions=64), std=0.3)
+    llm, plain = load(model), load(model, enable_prefix_caching=False)
+    prompt = random.Random(6).choices(range(200), k=150)
+    found = []
+    for length in (40, 60, 100, 150, 150, 50):
+        ours, right = (one.generate([prompt[:length]], greedy(logprobs=1, max_tokens=30))[0] for one in (llm, plain))
+        assert ours.outputs[0].token_ids == right.outputs[0].token_ids
+        chosen, expected = (result.outputs[0].cumulative_logprob for result in (ours, right))
+        assert chosen == pytest.approx(expected, abs=1e-3)
+        found.append(ours.num_cached_tokens)
+    assert found == [0, 32, 0, 0, 0, 48]
+
+
 def test_a_conversation_finds_its_earlier_turns(tmp_path: Path) -> None:
     llm = load(chain_model(tmp_path, ["yes", EOS]))
     messages = [{"role": "user", "content": "is this a question with more than a few tokens?"}]

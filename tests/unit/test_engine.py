@@ -163,13 +163,13 @@ def test_more_requests_than_places_wait_their_turn_in_order() -> None:
     assert first_seen == ["0", "1", "2", "3", "4"] and runner.free_blocks == 8
 
 
-def test_a_request_waits_until_all_its_blocks_are_free() -> None:
+def test_a_request_waits_until_there_is_room_for_its_prompt_and_a_block_for_each_that_runs() -> None:
     model = TableModel({})
     runner = engine(model, max_num_seqs=8)
     for i in range(3):
-        runner.add(request(str(i), [1] * 40, max_tokens=100))  # 63 cached tokens: 4 of 8 blocks each
+        runner.add(request(str(i), [i + 1] * 40, max_tokens=100))  # 3 of 8 blocks each, 4 in the end
     events = run(runner)
-    assert all(len(e) == 24 for e in events.values())
+    assert all(len(e) == 24 for e in events.values()) and not runner.load.preemptions
     assert max(len(step.kv_lengths) for step in model.steps) == 2 and runner.free_blocks == 8
 
 

@@ -102,7 +102,7 @@ situations = st.builds(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(situations)
 def test_a_plan_keeps_every_promise(now: Situation) -> None:
     bounds = limits()
@@ -131,6 +131,7 @@ def test_a_plan_keeps_every_promise(now: Situation) -> None:
     now.pool.check([*(one.blocks for one in kept), *(one.blocks for one in begun)])
 
 
+@settings(deadline=None)
 @given(situations)
 def test_the_prompt_whose_turn_is_longest_ago_is_read(now: Situation) -> None:
     plan = schedule(now.running, (), now.pool, limits())
@@ -140,6 +141,7 @@ def test_the_prompt_whose_turn_is_longest_ago_is_read(now: Situation) -> None:
         assert min(reading, key=lambda one: (one.turn, one.rank)) in served
 
 
+@settings(deadline=None)
 @given(st.integers(2, 60), situations)
 def test_a_prompt_is_cut_at_the_same_places_whoever_runs_beside_it(length: int, now: Situation) -> None:
     def cuts(neighbours: list[Sequence]) -> list[int]:
