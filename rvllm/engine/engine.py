@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence as Items
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Protocol
@@ -13,13 +14,13 @@ import numpy as np
 from rvllm.engine.flight import Flight, ask, first_row
 from rvllm.engine.holdings import Holdings
 from rvllm.engine.request import Request, Sequence, TokenEvent
-from rvllm.engine.scheduler import Limits, Plan, schedule
+from rvllm.engine.scheduler import Limits, Plan, check_length, schedule
 from rvllm.engine.step import advance, build_step, slots_of
-from rvllm.errors import PromptTooLong
+from rvllm.errors import EngineError
 from rvllm.program.program import Program, Step, length_independent
 from rvllm.sampling.sampler import Sampled, SamplingRow
 
-__all__ = ["Engine", "Limits", "Load", "Model", "check_length"]
+__all__ = ["Engine", "Limits", "Load", "Model"]
 
 _RANK = attrgetter("rank")
 
@@ -328,10 +329,12 @@ class Engine:
 
     def _land(self, flight: Flight) -> list[TokenEvent]:
         """Read a step's tokens. What sequences that have ended got from it is dropped, and their blocks are free."""
-        drawn = self._model.finish(flight.started)
-        ending, self._ending = self._ending, []
-        for sequence in ending:
-            self._held.release(sequence)
+        try:
+            drawn = self._model.finish(flight.started)
+        finally:  # a step that failed writes no more either
+            ending, self._ending = self._ending, []
+            for sequence in ending:
+                self._held.release(sequence)
         if self.limits.prefix_caching:
             for sequence, tokens in flight.filled:
                 if not sequence.ended:
@@ -377,24 +380,8 @@ class Engine:
         """When nothing runs any more, let the step that is still on its way end, and drop what it drew."""
         if self._flight is not None and not self._running:
             flight, self._flight = self._flight, None
-            self._land(flight)
-
-
-def check_length(length: int, limits: Limits) -> None:
-    """Raise PromptTooLong for a prompt that can never be served, however long it waits."""
-    context, cache = limits.max_model_len, limits.blocks * limits.block_size
-    if length >= context:
-        raise PromptTooLong(
-            f"the prompt has {length:,} tokens, the context is {context:,} with at least one token of output",
-            param="prompt",
-            hint="shorten the prompt, or raise --max-model-len where the model allows it",
-        )
-    if length > cache:
-        raise PromptTooLong(
-            f"the prompt has {length:,} tokens, the whole key/value cache has room for {cache:,}",
-            param="prompt",
-            hint="shorten the prompt, or raise --kv-cache-memory-bytes",
-        )
+            with suppress(EngineError):  # nobody waits for this step; the next one fails too, and says so
+                self._land(flight)
 
 
 def _take_out(queue: list[Sequence], sequence: Sequence) -> None:

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 
 from rvllm.engine.block_pool import blocks_for
 from rvllm.engine.request import Sequence
+from rvllm.errors import PromptTooLong
 
 LOOK_AHEAD = 16  # sequences whose first chunk is too long for what is left of a step: so many are passed over
 
@@ -51,6 +52,23 @@ class Limits:
     def chunk(self, sequence: Sequence) -> int:
         """Tokens at whose multiples the sequence's prompt is cut."""
         return min(self.score_chunk, self.prefill_chunk) if sequence.scoring else self.prefill_chunk
+
+
+def check_length(length: int, limits: Limits) -> None:
+    """Raise PromptTooLong for a prompt that can never be served, however long it waits."""
+    context, cache = limits.max_model_len, limits.blocks * limits.block_size
+    if length >= context:
+        raise PromptTooLong(
+            f"the prompt has {length:,} tokens, the context is {context:,} with at least one token of output",
+            param="prompt",
+            hint="shorten the prompt, or raise --max-model-len where the model allows it",
+        )
+    if length > cache:
+        raise PromptTooLong(
+            f"the prompt has {length:,} tokens, the whole key/value cache has room for {cache:,}",
+            param="prompt",
+            hint="shorten the prompt, or raise --kv-cache-memory-bytes",
+        )
 
 
 class Pool(Protocol):

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from rvllm.engine.engine import Engine
 from rvllm.engine.request import Request, TokenEvent
 from rvllm.engine.scheduler import Limits
-from rvllm.errors import PromptTooLong
+from rvllm.errors import EngineError, PromptTooLong
 from rvllm.sampling.params import SamplingParams
+from rvllm.sampling.sampler import Sampled
 from tests.fixtures.recall_model import EOS, VOCAB, RecallModel, continuation, run_all
 
 BLOCK, LONGEST = 16, 160
@@ -334,6 +335,36 @@ def test_after_all_are_aborted_at_once_nothing_is_busy(ahead: bool) -> None:
         engine.abort(str(number))
     load = engine.load
     assert (load.running, load.waiting, load.used_blocks) == (0, 0, 0) and not engine.busy and engine.step() == []
+
+
+@both
+@pytest.mark.parametrize("at", range(1, 9))
+def test_a_step_that_fails_leaves_nothing_behind_once_its_requests_are_aborted(
+    ahead: bool, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _ = made(ahead=ahead)
+    finish, calls = RecallModel.finish, []
+
+    def failing(model: RecallModel, started: list[Sampled]) -> list[Sampled]:
+        calls.append(started)
+        found = finish(model, started)
+        if len(calls) >= at:
+            raise EngineError("lost")
+        return found
+
+    monkeypatch.setattr(RecallModel, "finish", failing)
+    for number in range(8):
+        engine.add(ask(str(number), ids(40, number), 30))
+    with pytest.raises(EngineError, match="lost"):
+        run_all(engine)
+    for number in range(8):
+        engine.abort(str(number))
+    engine.check()
+    assert not engine.busy and engine.free_blocks == engine.limits.blocks
+    engine.add(ask("again", ids(4)))
+    with pytest.raises(EngineError, match="lost"):
+        run_all(engine)
+    engine.abort("again")
 
 
 # --- Scores of prompts
