@@ -165,6 +165,10 @@ class LLM:
         params = sampling_params or self.get_default_sampling_params()
         return self._complete(asked, params, _Terms(priority, cache_salt))
 
+    def reset_prefix_cache(self) -> None:
+        """Forget what earlier prompts left in the cache."""
+        self._engine.forget_prefixes()
+
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rvllm.backend.cpu import CpuModel
-from rvllm.config import CPU_CACHE_BYTES, EngineConfig
+from rvllm.config import BLOCK_SIZES, CPU_CACHE_BYTES, POLICIES, EngineConfig
 from rvllm.engine.block_pool import block_bytes, blocks_for
 from rvllm.engine.device import choose_device
 from rvllm.engine.engine import Engine, Model
@@ -43,6 +43,7 @@ def load_engine(
     warn: Warn,
 ) -> Engine:
     """Load the model's weights and make an engine. Raises StartError when device, memory or files do not allow it."""
+    check_settings(config)
     vocab_limit = min(vocab_limit, source.config.vocab_size)
     chunk = prompt_chunk(config)
     make = _on_cpu if choose_device(config.device, warn) == "cpu" else _on_gpu
@@ -61,6 +62,21 @@ def load_engine(
         prefix_caching=config.enable_prefix_caching,
     )
     return Engine(model, limits)
+
+
+def check_settings(config: EngineConfig) -> None:
+    """Raise StartError for settings that the command line would not have let through."""
+    wrong = {
+        "scheduling_policy": (config.scheduling_policy not in POLICIES, f"one of {', '.join(POLICIES)}"),
+        "block_size": (config.block_size not in BLOCK_SIZES, f"one of {', '.join(map(str, BLOCK_SIZES))}"),
+        "gpu_memory_utilization": (not 0 < config.gpu_memory_utilization <= 1, "above 0 and at most 1"),
+        "num_gpu_blocks_override": ((config.num_gpu_blocks_override or 1) < 1, "at least 1"),
+        "max_num_seqs": (config.max_num_seqs < 1, "at least 1"),
+        "prefill_chunk": (config.prefill_chunk < 1, "at least 1"),
+    }
+    for name, (is_wrong, limit) in wrong.items():
+        if is_wrong:
+            raise StartError(f"{name} is {getattr(config, name)!r}, it has to be {limit}")
 
 
 def prompt_chunk(config: EngineConfig) -> int:

@@ -221,6 +221,30 @@ def test_prompts_about_as_long_as_the_pool_end_and_those_behind_them_are_served(
         assert results[1].outputs[0].text == "a" * 17
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("scheduling_policy", "lifo"),
+        ("block_size", 24),
+        ("gpu_memory_utilization", 1.5),
+        ("num_gpu_blocks_override", -1),
+        ("max_num_seqs", 0),
+        ("prefill_chunk", 0),
+    ],
+)
+def test_settings_out_of_range_are_refused_by_name(tmp_path: Path, name: str, value: object) -> None:
+    with pytest.raises(StartError, match=f"{name} is {value!r}, it has to be"):
+        load(loop_model(tmp_path), **{name: value})
+
+
+def test_the_prefix_cache_can_be_emptied(tmp_path: Path) -> None:
+    llm = load(small(tmp_path))
+    prompt = random.Random(1).choices(range(200), k=64)
+    llm.generate([prompt], greedy())
+    llm.reset_prefix_cache()
+    assert [llm.generate([prompt], greedy())[0].num_cached_tokens for _ in range(2)] == [0, 48]
+
+
 def test_a_prefix_whose_keys_depend_on_the_prompts_length_is_not_shared(tmp_path: Path) -> None:
     """Dynamic rope scaling turns the keys of a prompt beyond the trained 64 tokens by its whole length."""
     scaled = Shape(hidden=64, intermediate=96, heads=2, kv_heads=1, rope_scaling={"type": "dynamic", "factor": 4.0})
