@@ -345,26 +345,30 @@ class Engine:
                 continue
             if row.given_id is not None:
                 sequence.scores.append(sampled)
+                continue
+            token, ids = sampled.token_id, sequence.token_ids
+            ids.append(token)
+            if sequence.counted:
+                sequence.output_counts[token] += 1
+            if sequence.told and len(ids) < sequence.limit and token not in sequence.stop_ids:
+                events.append(TokenEvent(sequence.request.id, token, sampled.logprob, sampled.top_logprobs, None, None))
             else:
-                events.append(self._accept(sequence, sampled))
+                events.append(self._turning_point(sequence, sampled))
         return events
 
-    def _accept(self, sequence: Sequence, sampled: Sampled) -> TokenEvent:
-        """Append the drawn token and end the sequence where it ends."""
-        token, ids, request = sampled.token_id, sequence.token_ids, sequence.request
-        ids.append(token)
-        if sequence.counted:
-            sequence.output_counts[token] += 1
+    def _turning_point(self, sequence: Sequence, sampled: Sampled) -> TokenEvent:
+        """A token that is a sequence's first or ends it."""
+        token, name = sampled.token_id, sequence.request.id
         stop_id = token if token in sequence.stop_ids else None
-        finish = "stop" if stop_id is not None else "length" if len(ids) >= sequence.limit else None
+        finish = "stop" if stop_id is not None else "length" if len(sequence.token_ids) >= sequence.limit else None
         if finish is not None:
             self._retire(sequence)
-        if len(ids) > len(request.prompt_ids) + 1:
-            return TokenEvent(request.id, token, sampled.logprob, sampled.top_logprobs, finish, stop_id)
+        if sequence.told:
+            return TokenEvent(name, token, sampled.logprob, sampled.top_logprobs, finish, stop_id)
+        sequence.told = True
         scores = tuple(sequence.scores) if sequence.scored else None
-        return TokenEvent(
-            request.id, token, sampled.logprob, sampled.top_logprobs, finish, stop_id, sequence.cached_tokens, scores
-        )
+        cached = sequence.cached_tokens
+        return TokenEvent(name, token, sampled.logprob, sampled.top_logprobs, finish, stop_id, cached, scores)
 
     def _retire(self, sequence: Sequence) -> None:
         """End a running sequence. Its blocks are free now, or when the flight that writes to them has landed."""

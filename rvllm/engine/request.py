@@ -58,6 +58,7 @@ class Sequence:
     cached_tokens   of its prompt, found in the cache when it first began
     leader          the sequence that is reading the same prompt and will share it; `siblings`: who waits for this one
     scored          whether its prompt's log-probabilities are wanted; `scores`: those there are
+    told            whether its first token has gone out
     row             how its next token is drawn; the position in it is counted on
     counted         whether its drawn tokens are counted, in `output_counts`: where there are penalties
     """
@@ -81,6 +82,7 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()
     row: SamplingRow | None = None
     counted: bool = False
+    told: bool = False
     output_counts: Counter[int] = field(default_factory=Counter)
 
     @property
