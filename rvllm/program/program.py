@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rvllm.program.dtype import DType, Float32
-from rvllm.program.ops import Embedding, Kind, Linear, Norm, Op, Tensor, parts, reads
+from rvllm.program.ops import Embedding, Kind, Linear, Norm, Op, RopeAngles, Tensor, parts, reads
 
 Int32 = npt.NDArray[np.int32]
 
@@ -107,6 +107,15 @@ def matrices(program: Program) -> dict[str, tuple[Tensor, ...]]:
 def joined_name(segments: tuple[Tensor, ...]) -> str:
     """The name under which a linear op's segments are held as one matrix."""
     return "+".join(segment.name for segment in segments)
+
+
+def length_independent(program: Program) -> int | None:
+    """Up to which length of its sequence a token's keys are the same whatever that length is; None: always.
+
+    Dynamic rope scaling turns a prompt's keys by the length of the whole prompt, from its threshold on.
+    """
+    ropes = [part for op in program.ops for part in parts(op) if isinstance(part, RopeAngles)]
+    return min((rope.threshold for rope in ropes if rope.inv_freq.sizes({})[0] > 1), default=None)
 
 
 def unfused(program: Program) -> Program:

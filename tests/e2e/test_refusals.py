@@ -153,6 +153,9 @@ def test_a_broken_model_is_refused_by_the_file_that_is_broken(case: str, tmp_pat
         (("--load-format", "gguf"), ("--load-format is gguf", "safetensors")),
         (("--max-model-len", "4K"), ("4,096", "2,048")),
         (("--max-model-len", "2k", "--kv-cache-memory-bytes", "64KiB"), ("2,000", "--kv-cache-memory-bytes")),
+        # B100
+        (("--max-model-len", "2k", "--num-gpu-blocks-override", "8"), ("2,000", "8 blocks", "to at most 256")),
+        (("--max-num-seqs", "64", "--max-num-batched-tokens", "63"), ("63", "--max-num-seqs 64", "at least")),
         (("--generation-config", "nowhere"), ("nowhere/generation_config.json",)),
         (("--chat-template", "{% for %}"), ("template",)),
     ],

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rvllm.backend.cuda.context import Graph
+from rvllm.backend.cuda.copy_blocks import BlockCopier
 from rvllm.backend.cuda.kernels import Device
 from rvllm.backend.cuda.lower import Bucket, Launch, Target, lower, workspace
 from rvllm.backend.cuda.sampling import DeviceSampler
@@ -80,17 +81,18 @@ class CudaModel:
         device: Device,
         *,
         limits: StepLimits,
-        blocks: tuple[int, ...],
+        blocks: tuple[int, ...] | None,
         block_size: int,
         vocab_limit: int,
         eager: bool = False,
         progress: Progress | None = None,
     ) -> None:
+        """blocks: of each cache group; None: `allocate_caches` follows, once it is known what is left for them."""
         self.program = program
         self.dtype = activation_dtype(program)
         self._device = device
         self._limits = limits
-        self._blocks = blocks
+        self._blocks: tuple[int, ...] = ()
         self._block_size = block_size
         self._eager = eager
         self._addresses: dict[str, int] = {}
@@ -102,10 +104,11 @@ class CudaModel:
         self._columns, self._longest = 0, 0  # the latter is the last step's longest sequence, tokens
         self._turn = 0
         self._load(checkpoint, progress)
-        self._allocate_caches()
         self._allocate_step_memory()
         vocab = program.output.sizes({"rows": 1})[1]
         self._sampler = DeviceSampler(device, rows=limits.sequences, vocab=vocab, vocab_limit=vocab_limit, eager=eager)
+        if blocks is not None:
+            self.allocate_caches(blocks)
 
     runs_ahead = True
 
@@ -146,6 +149,10 @@ class CudaModel:
         self._device.wait(started.mark)
         return self._sampler.take(started.rows, started.turn) if started.rows else []
 
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy cache blocks (from, to) in every layer: after the steps started so far, before the next."""
+        self._copier.start(pairs)
+
     def one_by_one(self, step: Step) -> Iterator[tuple[Op, Callable[[], None]]]:
         """Send the step, then give each op with a function that runs it, between which memory can be read."""
         bucket = self._send(step)
@@ -183,6 +190,29 @@ class CudaModel:
         for size in sorted({padded_sequences(count, most) for count in range(1, min(most, PREPARED_SEQUENCES) + 1)}):
             self._piece(Bucket(size, size, size, False))
 
+    def rehearse(self, free_bytes: Callable[[], int]) -> int:
+        """Bytes that all graphs may take, before there are caches: one is captured and dropped. Loads the kernels.
+
+        Nothing is run, so it does not matter that the caches are nowhere.
+        """
+        if self._eager:
+            return 0
+        self._blocks = (1,) * len(self.program.cache_groups)
+        self._addresses |= dict.fromkeys(self.program.caches, 0)
+        most, tokens = self._limits.sequences, self._limits.tokens
+        mixed, decode = Bucket(tokens, 0, min(tokens, most), True), Bucket(most, most, most, False)
+        taken = 0
+        for bucket in (mixed, decode, decode):
+            before = free_bytes()
+            graph = self._piece(bucket).graph
+            taken = before - free_bytes()
+            self._pieces.clear()
+            if graph is not None:
+                self._device.forget(graph)
+        by_rows = {padded_sequences(count, most) for count in range(1, most + 1)}
+        by_tokens = {padded_tokens(count, tokens) for count in range(1, tokens + 1)}
+        return max(taken, 0) * (2 * len(by_rows) + len(by_tokens))
+
     def _send(self, step: Step) -> Bucket:
         """Copy the step to the device: its padded sizes."""
         limits = self._limits
@@ -215,6 +245,8 @@ class CudaModel:
 
     def _has_tables(self, tables: BlockTables) -> bool:
         """Whether these are, as far as the device has any, those that it has."""
+        if tables[0] is self._tables[0]:  # whoever changes a table makes another array
+            return True
         pairs = zip(tables, self._tables)
         return all(np.array_equal(new[:, : self._columns], old[:, : self._columns]) for new, old in pairs)
 
@@ -276,13 +308,18 @@ class CudaModel:
             self._addresses[name] = self._device.allocate(values.nbytes)
             self._device.write(self._addresses[name], np.ascontiguousarray(values, dtype=np.float32))
 
-    def _allocate_caches(self) -> None:
+    def allocate_caches(self, blocks: tuple[int, ...]) -> None:
+        """The caches, of so many blocks a group. Raises DeviceError where there is no room for them."""
+        self._blocks = blocks
+        planes = []
         known = {f"blocks.{group}": count for group, count in enumerate(self._blocks)} | {"block": self._block_size}
         for name, tensor in self.program.caches.items():
             nbytes = _nbytes(tensor, known)
             self._addresses[name] = self._device.allocate(nbytes)
             # What was never written may be read as part of a tile, and times a weight of 0 must stay 0.
             self._device.fill(self._addresses[name], 0, nbytes)
+            planes.append((self._addresses[name], nbytes // (2 * blocks[0])))
+        self._copier = BlockCopier(self._device, planes, blocks=blocks[0], most=self._limits.sequences)
 
     def _allocate_step_memory(self) -> None:
         limits = self._limits
@@ -313,11 +350,6 @@ def step_layout(program: Program, limits: StepLimits, multiprocessors: int) -> L
 def activation_dtype(program: Program) -> DType:
     """The dtype of the program's activations: the first op's, since logits and angles are float32 in every program."""
     return next(op.out.dtype for op in program.ops if op.out.dtype is not F32)
-
-
-def memory_bytes(program: Program, limits: StepLimits) -> int:
-    """Device memory that a model takes beside its caches and graphs: weights and what a step needs."""
-    return sum(map(aligned, sizes(program, activation_dtype(program)).values())) + step_bytes(program, limits)
 
 
 def step_bytes(program: Program, limits: StepLimits) -> int:
