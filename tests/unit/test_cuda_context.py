@@ -46,7 +46,8 @@ def test_every_ptx_asks_for_no_more_than_its_tier_promises(build: Build) -> None
 
 def test_every_kernel_has_a_build_for_the_oldest_gpu_and_driver() -> None:
     oldest = {build.stem for build in read_manifest() if build.tier == "t70" and build.minimum_driver <= 525}
-    assert oldest == {build.stem for build in read_manifest()}
+    tied = {build.stem for build in read_manifest() if build.stem.endswith(f"_{build.tier}")}  # others have their part
+    assert oldest == {build.stem for build in read_manifest()} - tied and all("t90a" in stem for stem in tied)
     assert OLDEST_CUDA == (12, 0)  # R525
 
 
