@@ -10,8 +10,9 @@ import pytest
 
 from rvllm.backend.cuda import model as module
 from rvllm.backend.cuda import step_block
-from rvllm.backend.cuda.model import CudaModel, memory_bytes
+from rvllm.backend.cuda.model import CudaModel, step_bytes
 from rvllm.backend.cuda.step_block import padded_sequences, padded_tokens
+from rvllm.backend.cuda.weights import aligned, sizes
 from rvllm.engine.request import Sequence
 from rvllm.engine.scheduler import Chunk
 from rvllm.engine.step import build_step
@@ -32,10 +33,10 @@ DRAWS = SamplingParams(temperature=0.8, top_p=0.95)
 both = pytest.mark.parametrize("backend", BOTH, indirect=True)
 
 
-def step_of(rows: Items[Sequence], counts: Items[int]) -> Step:
+def step_of(model: CudaModel, rows: Items[Sequence], counts: Items[int]) -> Step:
     """The next `counts` tokens of the rows; where one's prompt ends, it goes on with some token."""
     chunks = [Chunk(row, count) for row, count in zip(rows, counts)]
-    step = build_step(chunks, BLOCK)
+    step = build_step(chunks, BLOCK, len(model.program.cache_groups))
     for chunk in chunks:
         chunk.sequence.computed += chunk.tokens
         if not chunk.sequence.pending:
@@ -47,12 +48,12 @@ def mixed_steps(model: CudaModel) -> Iterator[Step]:
     """Few tokens and many, prompts in pieces beside sequences that decode, one that ends none, and decoding alone."""
     lengths = (1, 20, 69, 90)
     rows = [sequence(model.program, TOKENS[place:][:size], place, LENGTH) for place, size in enumerate(lengths)]
-    yield step_of(rows[:3], [1, 20, 40])
-    yield step_of(rows[:3], [1, 1, 29])
-    yield step_of(rows, [1, 1, 1, 63])  # 66 tokens, beyond what the streaming kernels take
-    yield step_of(rows[3:], [5])
-    yield step_of(rows, [1, 1, 1, 22])
-    yield step_of(rows, [1, 1, 1, 1])
+    yield step_of(model, rows[:3], [1, 20, 40])
+    yield step_of(model, rows[:3], [1, 1, 29])
+    yield step_of(model, rows, [1, 1, 1, 63])  # 66 tokens, beyond what the streaming kernels take
+    yield step_of(model, rows[3:], [5])
+    yield step_of(model, rows, [1, 1, 1, 22])
+    yield step_of(model, rows, [1, 1, 1, 1])
 
 
 def results(model: CudaModel) -> list[Float32]:
@@ -88,18 +89,18 @@ def test_a_row_alone_has_the_bits_that_it_has_among_forty(backend: Backend) -> N
         row.token_ids += [9, 30]
         forward(model, row)
         row.token_ids.append(11)
-    together = model.forward(step_of(rows, [1] * 40))
+    together = model.forward(step_of(model, rows, [1] * 40))
     for place in (0, 1, 21, 39):
         rows[place].computed -= 1
         rows[place].token_ids.pop()
-        assert np.array_equal(model.forward(step_of([rows[place]], [1]))[0], together[place]), place
+        assert np.array_equal(model.forward(step_of(model, [rows[place]], [1]))[0], together[place]), place
 
 
 @both
 def test_a_step_that_wants_no_logits_computes_none(backend: Backend) -> None:
     model = cuda_model(opened(REFERENCE / PLAIN), BF16, backend.device)
     row = sequence(model.program, TOKENS[:20])
-    assert model.forward(step_of([row], [12])).shape == (0, model.program.output.sizes({"rows": 1})[1])
+    assert model.forward(step_of(model, [row], [12])).shape == (0, model.program.output.sizes({"rows": 1})[1])
     if isinstance(backend.device, HostDevice):
         assert not [entry for entry in backend.device.launched if "f32_bf16" in entry]
 
@@ -112,7 +113,7 @@ def draw(model: CudaModel, counts: list[int], params: SamplingParams, ahead: str
     for turn in range(5):
         asked = [SamplingRow(params, 11 + place, len(row.token_ids) + turn) for place, row in enumerate(rows)]
         follows = turn > 0 and ahead != ""
-        step = build_step([Chunk(row, row.pending) for row in rows], BLOCK)
+        step = build_step([Chunk(row, row.pending) for row in rows], BLOCK, len(model.program.cache_groups))
         flying.append(model.start(None if follows and ahead == "nothing" else step, asked, follows=follows))
         if not ahead or turn > 0:
             found.append([one.token_id for one in model.finish(flying.pop(0))])
@@ -144,8 +145,8 @@ def test_block_tables_that_have_grown_are_sent_with_a_step_that_follows(backend:
         found = []
         for turn in range(5):
             blocks = row.computed // BLOCK + 1 if row.computed else 1
-            row.blocks = tuple(held[:blocks] for held in whole) if grows else whole
-            step = build_step([Chunk(row, row.pending)], BLOCK)
+            row.blocks = whole[:blocks] if grows else whole
+            step = build_step([Chunk(row, row.pending)], BLOCK, len(model.program.cache_groups))
             asked = [SamplingRow(GREEDY, 0, len(row.token_ids))]
             found.append(model.finish(model.start(step, asked, follows=grows and turn > 0))[0].token_id)
             row.computed = len(row.token_ids)
@@ -185,7 +186,7 @@ def test_a_step_that_follows_is_not_copied() -> None:
     def start(follows: bool) -> int:
         """Bytes that were copied to the device."""
         before = host.copied_bytes
-        step = build_step([Chunk(row, 1) for row in rows], BLOCK)
+        step = build_step([Chunk(row, 1) for row in rows], BLOCK, len(model.program.cache_groups))
         asked = [SamplingRow(GREEDY, 0, len(row.token_ids)) for row in rows]
         model.finish(model.start(step, asked, follows=follows))
         for row in rows:
@@ -196,8 +197,8 @@ def test_a_step_that_follows_is_not_copied() -> None:
     first = start(False)
     assert start(True) == start(True) == 0 < first
     for row in rows:
-        row.blocks = tuple(held[::-1].copy() for held in row.blocks)  # elsewhere
-    tables = sum(len(held) for row in rows for held in row.blocks)
+        row.blocks = row.blocks[::-1]  # elsewhere
+    tables = sum(len(row.blocks) for row in rows)
     assert start(True) == 4 * (8 + tables)
     assert start(True) == 0 and start(False) > 0
 
@@ -209,18 +210,18 @@ def test_a_graph_is_captured_once_for_each_bucket() -> None:
     assert host.captured == len({padded_sequences(count, 8) for count in range(1, 9)}) == 4
     row, other = (sequence(model.program, TOKENS, place, LENGTH) for place in range(2))
     for count, captured in ((17, 5), (30, 5), (20, 5), (33, 6)):  # 32, 32, 32, 64 tokens; no rows
-        model.forward(step_of([row], [count]))
+        model.forward(step_of(model, [row], [count]))
         assert host.captured == captured
-    model.forward(step_of([sequence(model.program, TOKENS[:20], 2, LENGTH)], [20]))
+    model.forward(step_of(model, [sequence(model.program, TOKENS[:20], 2, LENGTH)], [20]))
     assert host.captured == 7  # the logits of one row
-    model.forward(step_of([sequence(model.program, TOKENS[:40], 3, LENGTH), other], [40, 3]))
+    model.forward(step_of(model, [sequence(model.program, TOKENS[:40], 3, LENGTH), other], [40, 3]))
     assert host.captured == 7
 
 
 def test_a_step_can_only_follow_one_that_drew_for_all() -> None:
     model = cuda_model(opened(REFERENCE / PLAIN), BF16, HostDevice("t80"), LENGTH)
     row = sequence(model.program, TOKENS[:20], 0, LENGTH)
-    model.forward(step_of([row], [20]))
+    model.forward(step_of(model, [row], [20]))
     with pytest.raises(AssertionError, match="can only follow"):
         model.start(None, [SamplingRow(GREEDY, 0, 21)], follows=True)
 
@@ -230,7 +231,8 @@ def test_the_memory_that_is_reported_is_what_is_allocated() -> None:
     model = cuda_model(opened(REFERENCE / SLIDING), BF16, host, LENGTH)
     blocks = {f"blocks.{group}": count for group, count in enumerate(model._blocks)} | {"block": BLOCK}
     caches = sum(tensor.dtype.nbytes(int(np.prod(tensor.sizes(blocks)))) for tensor in model.program.caches.values())
-    spare = memory_bytes(model.program, model._limits) - (host.allocated_bytes - caches)
+    weights = sum(map(aligned, sizes(model.program, BF16).values()))
+    spare = weights + step_bytes(model.program, model._limits) - (host.allocated_bytes - caches)
     assert 0 <= spare < 1.5 * 2**20
 
 
