@@ -9,7 +9,7 @@
 // tiers: t70
 #include "element.cuh"
 
-KERNEL(256) void copy_blocks(const uint64* planes, const int* words, const int* pairs) {
+KERNEL(256) void copy_blocks_words(const uint64* planes, const int* words, const int* pairs) {
   begin_grid();
   const int count = words[block_y()];
   const int* pair = pairs + 2 * block_x();

@@ -30,7 +30,7 @@ def test_blocks_are_copied_in_every_plane_and_nothing_else_changes(
         addresses = address + np.arange(4, dtype=np.uint64) * np.uint64(planes[0].nbytes)
         words = np.full(4, block_bytes // 16, dtype=np.int32)
         given = np.array(pairs, dtype=np.int32)
-        device.run("copy_blocks", "copy_blocks", (len(pairs), 4), 256, [addresses, words, given])
+        device.run("copy_blocks", "copy_blocks_words", (len(pairs), 4), 256, [addresses, words, given])
         found = np.frombuffer(memory.read(address, planes.nbytes), dtype=np.uint8).reshape(planes.shape)
         assert np.array_equal(found, expected)
     finally:
@@ -47,7 +47,7 @@ def test_caches_of_several_shapes_are_copied_by_one_launch() -> None:
     device.launched.clear()
     copier.start([(1, 4), (6, 0)])
     copier.start([(4, 3)])
-    assert device.launched == ["copy_blocks"] * 2
+    assert device.launched == ["copy_blocks_words"] * 2
     for place, cache in zip(places, caches):
         found = np.empty_like(cache)
         device.read(place, found)

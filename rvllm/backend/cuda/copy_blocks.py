@@ -37,4 +37,4 @@ class BlockCopier:
         self._host[: len(pairs)] = pairs
         self._device.copy_in(self._pairs, self._host.ctypes.data, 8 * len(pairs))
         values = (self._addresses, self._words, self._pairs)
-        self._device.launch(Launch("copy_blocks", "copy_blocks", (len(pairs), self._planes), 256, 0, values))
+        self._device.launch(Launch("copy_blocks", "copy_blocks_words", (len(pairs), self._planes), 256, 0, values))
