@@ -10,6 +10,7 @@ RvllmError                     carries `message` and, where there is a way out, 
 │   ├── TokenizerError         no tokenizer, or a broken one
 │   └── DeviceError            no driver, no device, not enough memory
 └── EngineError                the engine failed while serving; requests in flight end with it
+    └── EngineDied             the engine's process, or the link to it, is gone
 """
 
 from __future__ import annotations
@@ -65,3 +66,7 @@ class DeviceError(StartError):
 
 class EngineError(RvllmError):
     """The engine failed while serving."""
+
+
+class EngineDied(EngineError):
+    """The engine's process, or the link to it, is gone; nothing more comes from it."""

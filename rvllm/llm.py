@@ -11,8 +11,7 @@ from typing import Any
 from rvllm.config import DEFAULT_MODEL, EngineConfig
 from rvllm.engine.engine import Engine
 from rvllm.engine.load import load_engine
-from rvllm.engine.request import Request, TokenEvent
-from rvllm.errors import BadRequest
+from rvllm.engine.request import Request, TokenEvent, check_request
 from rvllm.model.files import ModelFiles, Progress, locate, read_json
 from rvllm.model.source import open_source
 from rvllm.sampling.params import SamplingParams
@@ -208,17 +207,9 @@ class LLM:
         self._events.pop(request_id, None)
 
     def _request(self, prompt_ids: Sequence[int], params: SamplingParams, index: int = 0) -> Request:
-        """The index-th of n requests, its id and seed settled. Raises BadRequest for ids that no token has."""
+        """The index-th of n requests, its id and seed settled. Raises BadRequest where the engine cannot run it."""
         limit = self._engine.limits.vocab_limit
-        if not prompt_ids:
-            raise BadRequest("the prompt is empty", param="prompt", hint="give at least one token")
-        for token in prompt_ids:
-            if type(token) is not int or not 0 <= token < limit:
-                raise BadRequest(f"prompt has token id {token!r}, ids are 0 to {limit - 1:,}", param="prompt")
-        params.check_vocabulary(limit)
-        if (params.logprobs or 0) > self.config.max_logprobs:
-            most = self.config.max_logprobs
-            raise BadRequest(f"logprobs is {params.logprobs}, the limit is {most}", param="logprobs")
+        check_request(prompt_ids, params, vocab_limit=limit, max_logprobs=self.config.max_logprobs)
         self._requests += 1
         return Request(f"request-{self._requests}", tuple(prompt_ids), params, self._seed(params, index))
 

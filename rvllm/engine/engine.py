@@ -93,6 +93,15 @@ class Engine:
         return bool(self._waiting or self._running)
 
     @property
+    def waiting(self) -> int:
+        """Requests that are not admitted yet."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
     def free_blocks(self) -> tuple[int, ...]:
         """Free blocks of each cache group."""
         return tuple(pool.free for pool in self._pools)

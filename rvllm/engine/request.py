@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
+from rvllm.errors import BadRequest
 from rvllm.program.program import Int32
 from rvllm.sampling.params import SamplingParams
 
@@ -17,6 +19,18 @@ class Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     seed: int
+
+
+def check_request(prompt_ids: Items[int], params: SamplingParams, *, vocab_limit: int, max_logprobs: int) -> None:
+    """Raise BadRequest for what no engine of these limits can run, but for length, which is `Engine.add`'s question."""
+    if not prompt_ids:
+        raise BadRequest("the prompt is empty", param="prompt", hint="give at least one token")
+    for token in prompt_ids:
+        if type(token) is not int or not 0 <= token < vocab_limit:
+            raise BadRequest(f"prompt has token id {token!r}, ids are 0 to {vocab_limit - 1:,}", param="prompt")
+    params.check_vocabulary(vocab_limit)
+    if (params.logprobs or 0) > max_logprobs:
+        raise BadRequest(f"logprobs is {params.logprobs}, the limit is {max_logprobs}", param="logprobs")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ LAYERS = [
     "cli",
     "llm",
     "text",
+    "link",
     "engine",
     "backend",
     "model",
