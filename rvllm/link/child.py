@@ -26,7 +26,7 @@ from rvllm.engine.engine import Engine
 from rvllm.engine.load import load_engine
 from rvllm.link.messages import Facts, Malformed, Message, Note, Progress, Start, fatal
 from rvllm.link.process import remove_address
-from rvllm.link.server import RECEIVE_BYTES, Front, Server
+from rvllm.link.server import LAST_WORDS_S, RECEIVE_BYTES, Front, Server
 from rvllm.model.files import locate
 from rvllm.model.source import open_source
 
@@ -62,9 +62,7 @@ def main(load_name: str, parent_fd: int, listener_fd: int) -> int:
 def serve(engine: Engine, facts: Facts, parent: Front, listener: socket.socket, ending: Ending) -> None:
     """Serve to the end. Raises what the engine raises, once every front has its words."""
     with TerminateSignal() as terminate:
-        server = Server(
-            engine, facts, parent=parent, listener=listener, terminate=terminate.socket, note=note_to(parent)
-        )
+        server = Server(engine, facts, parent=parent, listener=listener, terminate=terminate.socket)
         try:
             server.run()
             ending.code = 0  # before the links are closed: the parent may then be gone at once
@@ -137,23 +135,11 @@ def quiet(parent: Front) -> Say:
     return say
 
 
-def note_to(parent: Front) -> Callable[[str], None]:
-    """Notes go to the parent while it is there."""
-
-    def note(text: str) -> None:
-        with suppress(OSError):  # it is gone, and with it all who could read it
-            parent.send(Note(text))
-
-    return note
-
-
 def refuse(parent: Front, error: Exception) -> None:
     """Tell the parent why there will be no engine."""
-    try:
+    with suppress(OSError):  # it is gone
         parent.send(fatal(error))
-    except OSError:
-        return
-    parent.close(patience_s=1.0)
+    parent.close(LAST_WORDS_S)
 
 
 class Ending:

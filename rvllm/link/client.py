@@ -219,7 +219,7 @@ class Client(ABC):
 
 
 class EngineClient(Client):
-    """A link that is waited for. Not thread-safe: one thread asks and receives."""
+    """A link that is waited for, and closed when it ends. Not thread-safe: one thread asks and receives."""
 
     def __init__(self, link: socket.socket, parent: Parent = Parent()) -> None:
         super().__init__(parent)
@@ -267,8 +267,11 @@ class EngineClient(Client):
         return self.error
 
     def close(self) -> None:
-        self._link.close()
         self._end(EngineDied("the link was closed"))
+
+    def _end(self, error: Exception) -> None:
+        super()._end(error)
+        self._link.close()
 
     def _send(self, data: bytes) -> None:
         try:

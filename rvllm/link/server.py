@@ -12,7 +12,6 @@ import gc
 import selectors
 import socket
 import time
-from collections.abc import Callable
 from contextlib import suppress
 
 from rvllm.engine.engine import Engine
@@ -27,6 +26,7 @@ from rvllm.link.messages import (
     FromFront,
     Malformed,
     Message,
+    Note,
     Ready,
     Shutdown,
     Stats,
@@ -89,7 +89,6 @@ class Server:
     """Serves one engine to a parent, whose link's end is the engine's end, and to the fronts that come to `listener`.
 
     terminate: something to read there means that no more requests are to be taken.
-    note: takes one line on what a front did wrong.
     """
 
     def __init__(
@@ -100,9 +99,8 @@ class Server:
         parent: Front,
         listener: socket.socket,
         terminate: socket.socket,
-        note: Callable[[str], None],
     ) -> None:
-        self._engine, self._facts, self._note = engine, facts, note
+        self._engine, self._facts = engine, facts
         self._parent, self._listener, self._terminate = parent, listener, terminate
         self._owners: dict[str, Front] = {}  # of every request in the engine
         self._fronts = {parent}
@@ -251,8 +249,7 @@ class Server:
                 if front.closed:
                     return
         except Malformed as cause:
-            self._note(f"a front's link is closed, it sent what is no message: {cause}")
-            self._close(front)
+            self._cast_out(front, f"it sent what is no message: {cause}")
 
     def _handle(self, front: Front, message: FromFront) -> None:
         if isinstance(message, Submit):
@@ -282,22 +279,25 @@ class Server:
             self._close(front)
             return
         if len(front.unread) > MOST_UNREAD:
-            self._note(f"a front's link is closed, it has left {len(front.unread):,} bytes unread")
-            self._close(front)
+            self._cast_out(front, f"it has left {len(front.unread):,} bytes unread")
             return
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if front.unread else 0)
         if self._selector.get_key(front.link).events != wanted:
             self._selector.modify(front.link, wanted, front)
 
-    def _close(self, front: Front, patience_s: float = 0.0) -> None:
+    def _close(self, front: Front) -> None:
         """End a front's link and all that runs for it."""
         if front.closed:
             return
         self._selector.unregister(front.link)
-        front.close(patience_s)
+        front.close()
         self._fronts.remove(front)
         for request_id in list(front.held):
             self._abort(request_id)
+
+    def _cast_out(self, front: Front, why: str) -> None:
+        self._close(front)
+        self._send(self._parent, Note(f"a front's link is closed, {why}"))
 
     # --- The end
 
