@@ -137,7 +137,6 @@ class Server:
     # --- The engine
 
     def _step(self) -> None:
-        """One step, and to each front what it made for it, in one message."""
         if not self._engine.busy:  # a front may just have taken its requests away
             return
         events = self._engine.step()
@@ -145,6 +144,10 @@ class Server:
         self._uncollected_steps += 1
         if self._uncollected_steps >= STEPS_BEFORE_COLLECT:
             self._collect()
+        self.publish(events)
+
+    def publish(self, events: list[TokenEvent]) -> None:
+        """Send each front what a step made for it, in one message."""
         batches: dict[Front, list[TokenEvent]] = {}
         for event in events:
             front = self._owners[event.request_id]

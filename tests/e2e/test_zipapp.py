@@ -503,7 +503,16 @@ def test_no_library_needs_more_than_glibc_2_28_and_the_libstdcxx_of_gcc_8(archiv
 def test_the_licences_of_everything_inside_are_in_one_file(archive: Path) -> None:
     with zipfile.ZipFile(archive) as source:
         text = source.read("LICENSES").decode("utf-8")
-    for title in ("rvllm", "click 8", "cuda_bindings 12", "jinja2 3", "markupsafe 3", "numpy 2", "tokenizers 0"):
+    for title in (
+        "rvllm",
+        "click 8",
+        "cuda_bindings 12",
+        "jinja2 3",
+        "markupsafe 3",
+        "msgspec 0",
+        "numpy 2",
+        "tokenizers 0",
+    ):
         assert re.search(rf"^=+\n{title}[0-9.]*\n=+\n\s*\S", text, re.MULTILINE), title
     for phrase in ("Apache License", "OpenBLAS", "GCC RUNTIME LIBRARY EXCEPTION", "aho-corasick"):
         assert phrase in text, phrase
