@@ -56,6 +56,16 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """What the engine is busy with now. Requests that wait are not admitted yet."""
+
+    running: int
+    waiting: int
+    blocks: int
+    used_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Flight:
     """A step that the model has started: the sequences that get a token from it, in the order of its rows.
 
@@ -93,18 +103,14 @@ class Engine:
         return bool(self._waiting or self._running)
 
     @property
-    def waiting(self) -> int:
-        """Requests that are not admitted yet."""
-        return len(self._waiting)
-
-    @property
-    def running(self) -> int:
-        return len(self._running)
-
-    @property
     def free_blocks(self) -> tuple[int, ...]:
         """Free blocks of each cache group."""
         return tuple(pool.free for pool in self._pools)
+
+    @property
+    def load(self) -> Load:
+        blocks = self.limits.blocks
+        return Load(len(self._running), len(self._waiting), blocks, blocks - min(self.free_blocks))
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises PromptTooLong when its prompt leaves no room for a token; ids must be in range."""

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from rvllm.config import EngineConfig
-from rvllm.engine.engine import Limits
+from rvllm.engine.engine import Limits, Load
 from rvllm.engine.request import Request, TokenEvent
 from rvllm.errors import BadRequest, EngineError, RvllmError
 
@@ -115,12 +115,9 @@ class Failed(Message, frozen=True):
 
 
 class Stats(Message, frozen=True):
-    """The answer to AskStats. Blocks are counted for each cache group; `steps` since the start."""
+    """The answer to AskStats. `steps` since the start."""
 
-    running: int
-    waiting: int
-    free_blocks: tuple[int, ...]
-    used_blocks: tuple[int, ...]
+    load: Load
     steps: int
 
 

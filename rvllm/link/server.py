@@ -130,7 +130,7 @@ class Server:
     def close(self) -> None:
         """Close all links, once what is kept for them is read, or LAST_WORDS_S have passed."""
         end_s = time.monotonic() + LAST_WORDS_S
-        for front in self._fronts:
+        for front in self._parent_last():
             front.close(max(end_s - time.monotonic(), 0.0))
         self._selector.close()
 
@@ -201,11 +201,6 @@ class Server:
         self._forget(request_id)
         self._engine.abort(request_id)
 
-    def _stats(self) -> Stats:
-        engine = self._engine
-        used = tuple(engine.limits.blocks - free for free in engine.free_blocks)
-        return Stats(engine.running, engine.waiting, engine.free_blocks, used, self._steps)
-
     # --- The fronts
 
     def _attend(self, timeout_s: float | None) -> bool:
@@ -263,7 +258,7 @@ class Server:
                 if request_id in front.held:
                     self._abort(request_id)
         elif isinstance(message, AskStats):
-            self._send(front, self._stats())
+            self._send(front, Stats(self._engine.load, self._steps))
         elif isinstance(message, Shutdown) and front is self._parent:
             self._stop(message.drain_s)
         else:
@@ -328,8 +323,12 @@ class Server:
             self._abort(request_id)
             self._send(front, Failed(request_id, failure_of(cut)))
 
+    def _parent_last(self) -> list[Front]:
+        """The fronts in the order of their end: once the parent has closed its link, this process is over."""
+        return sorted(self._fronts, key=lambda front: front is self._parent)
+
     def _say_last(self, message: Message) -> None:
         """To every front, with no look at what it holds: the engine is not to be touched any more."""
-        for front in self._fronts:
+        for front in self._parent_last():
             with suppress(OSError):  # it is gone, too
                 front.send(message)
