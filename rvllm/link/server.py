@@ -214,11 +214,10 @@ class Server:
         return bool(ready)
 
     def _accept(self) -> None:
-        try:
-            link, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return  # it has gone again
-        self._welcome(Front(link))
+        with suppress(OSError):  # there is no other, or no descriptor left for it
+            while True:
+                link, _ = self._listener.accept()
+                self._welcome(Front(link))
 
     def _welcome(self, front: Front) -> None:
         self._fronts.add(front)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -22,11 +23,12 @@ from rvllm.config import EngineConfig
 from rvllm.engine.request import Request, TokenEvent
 from rvllm.errors import BadRequest, EngineDied, EngineError, PromptTooLong, StartError
 from rvllm.link.client import AsyncEngineClient, EngineClient, Parent, link_to
-from rvllm.link.messages import MOST_BYTES, Abort, Shutdown, Stats, Tokens, frame
+from rvllm.link.messages import MOST_BYTES, Abort, Facts, Shutdown, Stats, Submit, Tokens, frame
 from rvllm.link.process import EngineProcess
-from rvllm.link.server import IDLE_BEFORE_COLLECT_S
+from rvllm.link.server import IDLE_BEFORE_COLLECT_S, Front, Server
 from tests.fixtures.commands import LIMIT_S, environment
-from tests.fixtures.engines import LOST, VOCAB, counting, process
+from tests.fixtures.engines import LOST, VOCAB, CountingModel, counting, process
+from tests.fixtures.engines import engine as counting_engine
 from tests.fixtures.models import loop_model, random_model
 
 DEATH_S = 1.0
@@ -315,10 +317,9 @@ def test_an_engine_error_reaches_every_front_in_the_engines_words_and_ends_the_p
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     with engine("pause_s=0.01 fails_at=5") as (child, client):
-        second = EngineClient(link_to(child.address))
-        second.ready()
-        streams = [client.submit([counting("a", 0, MANY)])[0], second.submit([counting("b", 0, MANY)])[0]]
-        for one, stream in zip((client, second), streams):
+        fronts = [client, EngineClient(link_to(child.address))]
+        streams = [one.submit([counting(str(index), 0, MANY)])[0] for index, one in enumerate(fronts)]
+        for one, stream in zip(fronts, streams):
             ended = one.wait()
             assert isinstance(ended, EngineDied) and explain(ended) == (LOST.message, LOST.hint)
             assert "in start\n    raise LOST" in str(ended.__cause__)
@@ -328,6 +329,26 @@ def test_an_engine_error_reaches_every_front_in_the_engines_words_and_ends_the_p
         until(lambda: child.exit_code() == 1)
         assert not child.address.exists()
     assert capfd.readouterr() == ("", "")  # it is the fronts' to tell
+
+
+def test_the_parent_is_told_last_as_the_process_ends_with_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = [socket.socketpair() for _ in range(8)]
+    ends = [end for pair in pairs for end in pair]
+    made = counting_engine(CountingModel(fails_at=1), EngineConfig())
+    fronts = [Front(here) for here, _ in pairs[2:]]
+    server = Server(made, Facts("", "", made.limits, 0), parent=fronts[0], listener=pairs[0][0], terminate=pairs[1][0])
+    for front_ in fronts[1:]:
+        server._welcome(front_)
+    pairs[2][1].sendall(frame(Submit((counting("a", 1, 2),))))
+    told: list[Front] = []
+    send = Front.send
+    monkeypatch.setattr(Front, "send", lambda self, message: (told.append(self), send(self, message)))
+    with pytest.raises(EngineError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+        server.run()
+    assert told[-1] is fronts[0] and len(told) == 1 + len(fronts)
+    server.close()
+    for end in ends:
+        end.close()
 
 
 def test_a_client_in_an_event_loop_learns_of_the_end_too() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -86,7 +86,7 @@ def some(hint: Any) -> Any:
     """A value of a type that is nothing's default."""
     if hint in SOME:
         return SOME[hint]
-    if is_dataclass(hint):
+    if is_dataclass(hint) or hasattr(hint, "_fields"):
         return filled(hint)
     origin, parts = get_origin(hint), get_args(hint)
     if type(None) in parts:
@@ -99,11 +99,18 @@ def some(hint: Any) -> Any:
     return origin([some(parts[0])])
 
 
+def defaults(kind: type[Any]) -> dict[str, Any]:
+    """A dataclass's or named tuple's fields with their defaults."""
+    if is_dataclass(kind):
+        return {field.name: field.default for field in fields(kind)}
+    return {name: kind._field_defaults.get(name, MISSING) for name in kind._fields}
+
+
 def filled(kind: type[Any]) -> Any:
     """An instance with no field at its default."""
     hints = get_type_hints(kind)
-    made = kind(**{field.name: some(hints[field.name]) for field in fields(kind)})
-    assert not [field.name for field in fields(kind) if getattr(made, field.name) == field.default], made
+    made = kind(**{name: some(hints[name]) for name in defaults(kind)})
+    assert not [name for name, default in defaults(kind).items() if getattr(made, name) == default], made
     return made
 
 
