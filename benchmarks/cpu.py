@@ -51,9 +51,8 @@ def worst_difference(folder: Path) -> float:
     with np.load(folder / "reference.npz") as stored:
         for name in (name for name in stored if name.startswith("prompt_")):
             ids, index = stored[name].tolist(), name.removeprefix("prompt_")
-            blocks = tuple(list(range(BLOCKS)) for _ in range(groups))
-            row = Sequence(Request("r", tuple(ids), SamplingParams(), 0), LENGTH, blocks, ids)
-            step = build_step([Chunk(row, len(ids))], BLOCK)
+            row = Sequence(Request("r", tuple(ids), SamplingParams(), 0), LENGTH, list(range(BLOCKS)), ids)
+            step = build_step([Chunk(row, len(ids))], BLOCK, groups)
             wanted = stored[f"positions_{index}"].astype(np.int32)
             step = type(step)(**{field: getattr(step, field) for field in step.__slots__} | {"rows": wanted})
             expected = stored[f"logits_{index}"]

@@ -92,10 +92,10 @@ def check_ops(shape: str, gpu: Gpu) -> float:
     rows = []
     for place, length in enumerate((1, 40, 200)):
         request = Request(str(place), tuple(rng.integers(1, 4096, length).tolist()), SamplingParams(), 0)
-        rows.append(Sequence(request, 512, ([*range(16 * place, 16 * place + 16)],), list(request.prompt_ids)))
+        rows.append(Sequence(request, 512, [*range(16 * place, 16 * place + 16)], list(request.prompt_ids)))
     for _ in range(3):
         chunks = sorted((Chunk(row, row.pending) for row in rows), key=lambda chunk: chunk.tokens > 1)
-        found += checker.check(build_step(chunks, 32))
+        found += checker.check(build_step(chunks, 32, len(program.cache_groups)))
         for chunk in chunks:
             chunk.sequence.computed += chunk.tokens
             chunk.sequence.token_ids.append(int(rng.integers(1, 4096)))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 DEFAULT_MODEL = "smollm2"
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "half", "float")
+POLICIES = ("fcfs", "priority")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 BLOCK_SIZES = (16, 32, 64)
 CPU_CACHE_BYTES = 4 << 30
@@ -22,9 +23,12 @@ class EngineConfig:
     gpu_memory_utilization   share of a GPU's memory that may be used in all
     kv_cache_memory_bytes    memory for the key/value cache; None: on a GPU what is left of its share, on a CPU 4 GiB,
                              which are only used where tokens are
+    num_gpu_blocks_override  blocks of the cache, on any device, whatever its memory would hold
+    enable_prefix_caching    keep what a prompt leaves in the cache, for prompts that begin alike
+    scheduling_policy        who begins first: "fcfs" who came first, "priority" whose number is lower
     enforce_eager            launch kernels one by one instead of replaying graphs: the same bits, for debugging
     max_num_seqs             sequences that run at once; more wait
-    max_num_batched_tokens   tokens of one step, at least one prompt chunk
+    max_num_batched_tokens   tokens of one step; those that run get one each, the rest are for prompts
     prefill_chunk            prompts are read in pieces of this many tokens
     load_format              "dummy": random weights of the right shapes, no file read but the configuration
     max_logprobs             log-probabilities of one token that a request may ask for
@@ -40,6 +44,9 @@ class EngineConfig:
     block_size: int = 32
     gpu_memory_utilization: float = 0.92
     kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"
     enforce_eager: bool = False
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048

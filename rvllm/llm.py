@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rvllm.config import DEFAULT_MODEL, EngineConfig
 from rvllm.engine.engine import Engine
 from rvllm.engine.load import load_engine
 from rvllm.engine.request import Request, TokenEvent, check_request
+from rvllm.errors import BadRequest
 from rvllm.model.files import ModelFiles, Progress, locate, read_json
 from rvllm.model.source import open_source
 from rvllm.sampling.params import SamplingParams
@@ -56,13 +57,37 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A prompt and its `n` completions; fields as in vLLM."""
+    """A prompt and its `n` completions; fields as in vLLM.
+
+    num_cached_tokens   tokens of the prompt that were in the prefix cache
+    prompt_logprobs     of each token of the prompt, when asked for; None for the first, which nothing comes before
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     finished: bool = True
+    num_cached_tokens: int | None = None
+    prompt_logprobs: tuple[Logprobs | None, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """How a request is treated beside others; as in Request."""
+
+    priority: int = 0
+    cache_salt: str | None = None
+
+    def check(self) -> None:
+        """Raise BadRequest for what is no priority or no salt."""
+        if type(self.priority) is not int or not -(2**63) <= self.priority < 2**63:
+            raise BadRequest(f"priority is {self.priority!r}, it has to be a whole number", param="priority")
+        if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):
+            # Not shown: a salt may be a secret.
+            raise BadRequest(
+                "cache_salt is no text of at least one character", param="cache_salt", hint="leave it out to share"
+            )
 
 
 class LLM:
@@ -122,13 +147,23 @@ class LLM:
         return SamplingParams(**self.default_params)
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> list[RequestOutput]:
-        """Complete every prompt, a text or token ids each; results in the order of the prompts."""
+        """Complete every prompt, a text or token ids each; results in the order of the prompts.
+
+        priority: the lower, the sooner, with scheduling_policy="priority". cache_salt: share cached prefixes only with
+        prompts of the same salt.
+        """
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         items: Sequence[Any] = [prompts] if single else prompts
         asked = [(item, self.encode_prompt(item)) if isinstance(item, str) else (None, list(item)) for item in items]
-        return self._complete(asked, sampling_params or self.get_default_sampling_params())
+        params = sampling_params or self.get_default_sampling_params()
+        return self._complete(asked, params, _Terms(priority, cache_salt))
 
     def chat(
         self,
@@ -156,43 +191,53 @@ class LLM:
         finally:
             self._forget(request.id)
 
-    def _complete(self, prompts: Sequence[tuple[str | None, list[int]]], params: SamplingParams) -> list[RequestOutput]:
+    def _complete(
+        self, prompts: Sequence[tuple[str | None, list[int]]], params: SamplingParams, terms: _Terms = _Terms()
+    ) -> list[RequestOutput]:
         """All prompts at once. Every request is checked before any starts."""
-        groups = [[self._request(ids, params, index) for index in range(params.n)] for _, ids in prompts]
-        requests = [request for group in groups for request in group]
-        writers = {request.id: _Writer(self.tokenizer, request) for request in requests}
-        if params.max_tokens != 0:
-            self._run(requests, writers)
+        groups = [[self._request(ids, params, index, terms) for index in range(params.n)] for _, ids in prompts]
+        writers = {request.id: _Writer(self.tokenizer, request) for group in groups for request in group}
+        if params.max_tokens != 0 or params.prompt_logprobs is not None:
+            self._run(groups, writers)
         return [
             RequestOutput(
                 group[0].id,
                 text,
                 tuple(ids),
                 tuple(writers[request.id].output(index) for index, request in enumerate(group)),
+                num_cached_tokens=writers[group[0].id].cached_tokens,
+                prompt_logprobs=writers[group[0].id].prompt_logprobs,
             )
             for (text, ids), group in zip(prompts, groups)
         ]
 
-    def _run(self, requests: Sequence[Request], writers: Mapping[str, _Writer]) -> None:
+    def _run(self, groups: Sequence[Sequence[Request]], writers: Mapping[str, _Writer]) -> None:
+        going = set(writers)
         try:
-            for request in requests:
-                self._add(request)
-            while going := [name for name, writer in writers.items() if writer.finish_reason is None]:
-                self._step()
-                for name in going:
+            for group in groups:
+                self._add(*group)
+            while going:
+                for name in self._step() & going:
                     self._write_all(name, writers[name])
+                    if writers[name].finish_reason is not None:
+                        going.remove(name)
         finally:
-            for request in requests:
-                self._forget(request.id)
+            for name in going:
+                self._forget(name)
 
-    def _add(self, request: Request) -> None:
-        self._engine.add(request)
-        self._events[request.id] = deque()
+    def _add(self, *requests: Request) -> None:
+        """One prompt's completions to the engine. Where none is wanted, one token is drawn, which nobody sees."""
+        self._engine.add(*map(_drawing, requests))
+        for request in requests:
+            self._events[request.id] = deque()
 
-    def _step(self) -> None:
-        """One step of the engine; every request's tokens wait in its own queue, whoever asked for the step."""
+    def _step(self) -> set[str]:
+        """One step of the engine; every request's tokens wait in its own queue, whoever asked. Who got some."""
+        found = set()
         for event in self._engine.step():
             self._events[event.request_id].append(event)
+            found.add(event.request_id)
+        return found
 
     def _write_all(self, request_id: str, writer: _Writer) -> None:
         """Write the request's waiting tokens, and take it out of the engine when a stop string ends it."""
@@ -206,12 +251,16 @@ class LLM:
         self._engine.abort(request_id)
         self._events.pop(request_id, None)
 
-    def _request(self, prompt_ids: Sequence[int], params: SamplingParams, index: int = 0) -> Request:
+    def _request(
+        self, prompt_ids: Sequence[int], params: SamplingParams, index: int = 0, terms: _Terms = _Terms()
+    ) -> Request:
         """The index-th of n requests, its id and seed settled. Raises BadRequest where the engine cannot run it."""
         limit = self._engine.limits.vocab_limit
         check_request(prompt_ids, params, vocab_limit=limit, max_logprobs=self.config.max_logprobs)
+        terms.check()
         self._requests += 1
-        return Request(f"request-{self._requests}", tuple(prompt_ids), params, self._seed(params, index))
+        name, seed = f"request-{self._requests}", self._seed(params, index)
+        return Request(name, tuple(prompt_ids), params, seed, terms.priority, terms.cache_salt)
 
     def _seed(self, params: SamplingParams, index: int) -> int:
         """The request's own seed, else one that follows from the engine's and the request's number, else entropy."""
@@ -238,12 +287,20 @@ class _Writer:
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[Logprobs] = []
-        self.finish_reason: str | None = "length" if params.max_tokens == 0 else None
+        nothing = params.max_tokens == 0 and params.prompt_logprobs is None
+        self.finish_reason: str | None = "length" if nothing else None
         self._stop_reason: str | int | None = None
+        self.cached_tokens: int | None = None
+        self.prompt_logprobs: tuple[Logprobs | None, ...] | None = None
 
     def write(self, event: TokenEvent) -> Delta:
         """Take one token; the text that became certain with it."""
         params = self._request.params
+        if event.cached_tokens is not None:
+            self._keep_prompt(event)
+        if params.max_tokens == 0:
+            self.finish_reason = "length"
+            return Delta("", (), (), "length", None)
         # The id that ends a completion is no part of its text.
         hidden = event.stop_id is not None and not params.include_stop_str_in_output
         text = "" if hidden else self._stream.push([event.token_id])
@@ -259,6 +316,12 @@ class _Writer:
         self._logprobs.extend(logprobs)
         return Delta(text, (event.token_id,), logprobs, self.finish_reason, self._stop_reason)
 
+    def _keep_prompt(self, event: TokenEvent) -> None:
+        self.cached_tokens = event.cached_tokens
+        if event.prompt_logprobs is not None:
+            scores = [dict(one.top_logprobs) | {one.token_id: one.logprob or 0.0} for one in event.prompt_logprobs]
+            self.prompt_logprobs = (None, *scores)
+
     def output(self, index: int) -> CompletionOutput:
         asked = self._request.params.logprobs is not None
         chosen = [entry[token] for entry, token in zip(self._logprobs, self._token_ids)]
@@ -271,6 +334,13 @@ class _Writer:
             self.finish_reason,
             self._stop_reason,
         )
+
+
+def _drawing(request: Request) -> Request:
+    """For the engine, which always draws: a prompt that is only scored gets one token that nobody sees."""
+    if request.params.max_tokens != 0:
+        return request
+    return replace(request, params=replace(request.params, max_tokens=1))
 
 
 def _tokenizer(config: EngineConfig, files: ModelFiles, progress: Progress | None) -> Tokenizer:

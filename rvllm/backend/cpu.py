@@ -71,6 +71,12 @@ class CpuModel:
         """What `start` gave."""
         return started
 
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy cache blocks (from, to) in every layer."""
+        sources, targets = (list(blocks) for blocks in zip(*pairs))
+        for cache in self._caches.values():
+            cache[:, targets] = cache[:, sources]
+
     def forward(self, step: Step) -> Float32:
         """Logits (rows, vocab) float32 of the step's wanted rows; the caches then hold its tokens."""
         values: dict[str, Any] = dict(step.inputs())

@@ -93,22 +93,22 @@ def canned_steps(program: Program, length: int, vocab: int) -> Iterator[Step]:
     ids = np.random.default_rng(0).integers(0, vocab, PROMPT + 1 + SEQUENCES * (DECODES + 2)).tolist()
     prompts = [ids[:1], ids[1 : 1 + min(PROMPT, length - DECODES - 1)]]
     spare = iter(ids[1 + PROMPT :])
-    rows = [_sequence(program, prompt, place, length) for place, prompt in enumerate(prompts)]
+    rows = [_sequence(prompt, place, length) for place, prompt in enumerate(prompts)]
     for tokens in (FIRST_CHUNK, PROMPT, *(1,) * DECODES):
         chunks = [Chunk(row, min(row.pending, tokens)) for row in rows]
         chunks.sort(key=lambda chunk: chunk.tokens > 1)
-        yield build_step(chunks, BLOCK_SIZE)
+        yield build_step(chunks, BLOCK_SIZE, len(program.cache_groups))
         for chunk in chunks:
             chunk.sequence.computed += chunk.tokens
             if not chunk.sequence.pending:
                 chunk.sequence.token_ids.append(next(spare))
 
 
-def _sequence(program: Program, prompt: list[int], place: int, length: int) -> Sequence:
+def _sequence(prompt: list[int], place: int, length: int) -> Sequence:
     """Its blocks lie between the other's, from the end backwards: a wrong table shows."""
-    numbers = np.arange(blocks_for(length, BLOCK_SIZE), dtype=np.int32)[::-1] * np.int32(SEQUENCES) + np.int32(place)
+    numbers = [SEQUENCES * page + place for page in reversed(range(blocks_for(length, BLOCK_SIZE)))]
     request = Request(str(place), tuple(prompt), SamplingParams(), 0)
-    return Sequence(request, length, (numbers,) * len(program.cache_groups), list(prompt))
+    return Sequence(request, length, numbers, list(prompt))
 
 
 def by_kernel(found: list[Difference]) -> tuple[KernelReport, ...]:

@@ -7,14 +7,13 @@ from typing import Any
 
 import click
 
-from rvllm.cli.fit import Fit, on_cpu, on_gpu
+from rvllm.cli.fit import RUNTIME_BYTES, Fit, on_cpu, on_gpu
 from rvllm.cli.gpus import gpu_option
 from rvllm.cli.machine import Facts, free_memory, machine
 from rvllm.cli.model import OpenedModel, open_model
 from rvllm.cli.options import Size, in_gib, json_option, setting, talk_options
 from rvllm.cli.talk import Talk
 from rvllm.config import DTYPES, LOAD_FORMATS, EngineConfig
-from rvllm.engine.load import RUNTIME_BYTES
 from rvllm.errors import StartError
 from rvllm.model.files import locate
 from rvllm.model.source import open_source

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from rvllm.cli.model import OpenedModel
 from rvllm.config import CPU_CACHE_BYTES, EngineConfig
 from rvllm.engine.block_pool import blocks_for, pool_blocks
-from rvllm.engine.load import RUNTIME_BYTES
 from rvllm.program.cost import tensor_bytes
 from rvllm.program.fuse import ALL_KERNELS, fuse
 from rvllm.program.ops import Tensor
@@ -16,6 +15,8 @@ from rvllm.program.plan import plan
 
 CONTEXTS = (4096, 1024)
 FLOAT32_BYTES = 4
+RUNTIME_BYTES = 600 << 20
+"""A CUDA context with its kernels and graphs: an estimate."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from rvllm.cli.main import debug_option
-from rvllm.config import BLOCK_SIZES, CPU_CACHE_BYTES, DEVICES, DTYPES, LOAD_FORMATS, EngineConfig
+from rvllm.config import BLOCK_SIZES, CPU_CACHE_BYTES, DEVICES, DTYPES, LOAD_FORMATS, POLICIES, EngineConfig
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -98,6 +98,21 @@ model_settings = chain(
         callback=lambda context, parameter, value: int(value),
         show_default=True,
         help="Tokens of a cache block.",
+    ),
+    setting("num_gpu_blocks_override", type=click.IntRange(min=1), help="Blocks of the cache, whatever fits."),
+    click.option(
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        default=DEFAULTS["enable_prefix_caching"],
+        show_default=True,
+        help="Keep what prompts leave in the cache.",
+    ),
+    setting("max_num_seqs", type=click.IntRange(min=1), show_default=True, help="Sequences that run at once."),
+    setting("max_num_batched_tokens", type=Size(), show_default=True, help="Tokens of one step."),
+    setting(
+        "scheduling_policy",
+        type=click.Choice(POLICIES),
+        show_default=True,
+        help="Who begins first: who came first, or whose priority is the lowest number.",
     ),
     setting("chat_template", metavar="FILE|TEXT", help="A Jinja template instead of the model's own."),
     setting(

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_left, insort
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
 
-from rvllm.engine.block_pool import BlockPool, blocks_for
+from rvllm.engine.flight import Flight, ask, first_row
+from rvllm.engine.holdings import Holdings
 from rvllm.engine.request import Request, Sequence, TokenEvent
-from rvllm.engine.scheduler import Chunk, schedule
-from rvllm.engine.step import build_step
+from rvllm.engine.scheduler import Limits, Plan, schedule
+from rvllm.engine.step import advance, build_step, slots_of
 from rvllm.errors import PromptTooLong
 from rvllm.program.program import Program, Step
-from rvllm.sampling.sampler import Sampled, SamplingRow, changes_logits
+from rvllm.sampling.sampler import Sampled, SamplingRow
+
+__all__ = ["Engine", "Limits", "Load", "Model", "check_length"]
+
+_RANK = attrgetter("rank")
 
 
 class Model(Protocol):
@@ -30,9 +36,11 @@ class Model(Protocol):
         ...
 
     def start(self, step: Step, rows: Items[SamplingRow], *, follows: bool = False) -> Any:
-        """Start a step and the drawing of a token for each of its rows.
+        """Start a step and the drawing of a token for each of its rows, which may name one place several times.
 
         follows: its ids are the tokens being drawn by the step started before, for the same rows in the same order.
+        Once this returns, the rows' positions and the step's arrays, but for the block tables, are counted on for the
+        next one.
         """
         ...
 
@@ -40,44 +48,32 @@ class Model(Protocol):
         """The tokens that were drawn, in the order of the rows."""
         ...
 
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the engine holds to. `vocab_limit`: ids from it on are padding and never drawn."""
-
-    max_model_len: int
-    block_size: int
-    blocks: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    prefill_chunk: int
-    vocab_limit: int
-    eos_ids: frozenset[int]
+    def copy_blocks(self, pairs: Items[tuple[int, int]]) -> None:
+        """Copy cache blocks (from, to) in every layer: after the steps started so far, before the next."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the engine is busy with now. Requests that wait are not admitted yet."""
+    """What the engine is busy with now, and has done since it began. Kept blocks hold prefixes and are free to take."""
 
     running: int
     waiting: int
     blocks: int
     used_blocks: int
+    kept_blocks: int
+    preemptions: int
+    prompt_tokens: int
+    cached_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """A step that the model has started: the sequences that get a token from it, in the order of its rows.
-
-    decodes: whether that is all it does, one token of each.
-    """
-
-    sequences: tuple[Sequence, ...]
-    decodes: bool
-    started: Any
-
-    def holds(self, sequence: Sequence) -> bool:
-        return any(one is sequence for one in self.sequences)
+@dataclass(slots=True)
+class _Counts:
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    steps: int = 0
+    arrivals: int = 0
 
 
 class Engine:
@@ -89,13 +85,18 @@ class Engine:
     """
 
     def __init__(self, model: Model, limits: Limits) -> None:
-        assert limits.blocks >= blocks_for(limits.max_model_len, limits.block_size), limits
         self._model = model
         self.limits = limits
-        self._pools = tuple(BlockPool(limits.blocks) for _ in model.program.cache_groups)
-        self._waiting: deque[Request] = deque()
+        self._held = Holdings(limits)
+        self._follows = model.runs_ahead
+        self._groups = len(model.program.cache_groups)
+        self._known: dict[str, Sequence] = {}
+        self._waiting: list[Sequence] = []  # both in order of rank
         self._running: list[Sequence] = []
+        self._ending: list[Sequence] = []  # ended, while the step in flight still writes to their blocks
         self._flight: Flight | None = None
+        self._stuck = False  # whether those that wait have to, until something ends
+        self._counts = _Counts()
 
     @property
     def busy(self) -> bool:
@@ -103,90 +104,275 @@ class Engine:
         return bool(self._waiting or self._running)
 
     @property
-    def free_blocks(self) -> tuple[int, ...]:
-        """Free blocks of each cache group."""
-        return tuple(pool.free for pool in self._pools)
+    def waiting(self) -> int:
+        """Requests that have not begun, or gave way."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that no sequence holds."""
+        return self._held.pool.available
 
     @property
     def load(self) -> Load:
-        blocks = self.limits.blocks
-        return Load(len(self._running), len(self._waiting), blocks, blocks - min(self.free_blocks))
+        counts, pool = self._counts, self._held.pool
+        return Load(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            blocks=pool.blocks,
+            used_blocks=pool.blocks - pool.available,
+            kept_blocks=pool.kept,
+            preemptions=counts.preemptions,
+            prompt_tokens=counts.prompt_tokens,
+            cached_tokens=counts.cached_tokens,
+        )
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises PromptTooLong when its prompt leaves no room for a token; ids must be in range."""
-        length, limit = len(request.prompt_ids), self.limits.max_model_len
-        assert request.prompt_ids and request.params.max_tokens != 0, request
-        if length >= limit:
-            raise PromptTooLong(
-                f"the prompt has {length:,} tokens, the context is {limit:,} with at least one token of output",
-                param="prompt",
-                hint="shorten the prompt, or raise --max-model-len where the model allows it",
-            )
-        self._waiting.append(request)
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache."""
+        self._held.pool.forget()
+        for sequence in self._running:  # nobody knows its blocks now, and later ones alone would never be found
+            sequence.registered = 0
+
+    def check(self) -> None:
+        """Assert that blocks and slots are held by the sequences that are here, and by nobody else."""
+        self._held.check([*self._running, *self._ending])
+        assert all(one.slot is None and not one.blocks and not one.computed for one in self._waiting)
+        assert {*self._running, *self._waiting} == {*self._known.values()}
+        for queue in (self._running, self._waiting):
+            assert queue == sorted(queue, key=_RANK)
+        assert self.busy or (self._flight is None and not self._ending)
+
+    # From outside
+
+    def add(self, *requests: Request) -> None:
+        """Queue a request, or several completions of one prompt, which is then read once.
+
+        Raises PromptTooLong when the prompt leaves no room for a token; ids must be in range.
+        """
+        first = requests[0]
+        assert first.prompt_ids and all(one.params.max_tokens != 0 and one.id not in self._known for one in requests)
+        assert len({(one.prompt_ids, one.cache_salt, one.priority) for one in requests}) == 1, requests
+        check_length(len(first.prompt_ids), self.limits)
+        keys = self._held.prompt_keys(first)
+        leader, *siblings = [self._born(request, keys) for request in requests]
+        leader.siblings, leader.scored = siblings, first.params.prompt_logprobs is not None
+        for sibling in siblings:
+            sibling.leader = leader
+        for sequence in (leader, *siblings):
+            self._known[sequence.request.id] = sequence
+            insort(self._waiting, sequence, key=_RANK)
+        self._stuck = False
 
     def abort(self, request_id: str) -> None:
         """Forget a request in any state; unknown ids are ignored, since it may just have ended."""
-        self._waiting = deque(request for request in self._waiting if request.id != request_id)
-        for sequence in [sequence for sequence in self._running if sequence.request.id == request_id]:
-            self._retire(sequence, self._flight)
+        sequence = self._known.get(request_id)
+        if sequence is None:
+            return
+        _leave_family(sequence)
+        if sequence.slot is not None:
+            self._retire(sequence)
+        else:
+            _take_out(self._waiting, sequence)
+            del self._known[request_id]
+        self._stuck = False
         self._settle()
 
     def step(self) -> list[TokenEvent]:
         """Go on by one step; the new tokens of the sequences that got one."""
+        if self._flight is None:
+            self._flight = self._take_off()
         landing = self._flight
-        if landing is None:
-            self._flight = landing = self._take_off()
         if landing is None:
             return []
         self._flight = self._follow(landing)
         events = self._land(landing)
+        if self._flight is None and self._running and self._follows:
+            self._flight = self._take_off()  # so that the device works while the caller publishes
         self._settle()
         return events
 
+    # Before a step
+
+    def _born(self, request: Request, keys: list[bytes]) -> Sequence:
+        limits, params, length = self.limits, request.params, len(request.prompt_ids)
+        # The last token is drawn but never cached.
+        limit = min(limits.max_model_len, limits.blocks * limits.block_size + 1)
+        self._counts.arrivals += 1
+        own = frozenset(params.stop_token_ids)
+        sequence = Sequence(
+            request,
+            limit if params.max_tokens is None else min(length + params.max_tokens, limit),
+            [],
+            list(request.prompt_ids),
+            rank=(request.priority if limits.by_priority else 0, self._counts.arrivals),
+            turn=self._counts.steps,
+            keys=list(keys),
+            stop_ids=own if params.ignore_eos else own | limits.eos_ids,
+            counted=params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0,
+        )
+        sequence.row = first_row(request, sorted(sequence.stop_ids), sequence)
+        return sequence
+
     def _take_off(self) -> Flight | None:
-        """Admit, plan and start a step."""
-        self._admit()
-        limits = self.limits
-        chunks = schedule(self._running, prefill_chunk=limits.prefill_chunk, max_tokens=limits.max_num_batched_tokens)
-        if not chunks:
-            return None
-        step = build_step(chunks, limits.block_size)
-        finished = tuple(chunk.sequence for chunk in chunks if chunk.finishes)
-        rows = [self._sampling_row(sequence, 0) for sequence in finished]
-        for chunk in chunks:
-            chunk.sequence.computed += chunk.tokens
-        return Flight(finished, step.decode_tokens == len(finished) == len(step.ids), self._model.start(step, rows))
+        """Plan a step, make room for it and start it."""
+        plan = schedule(self._running, self._waiting, self._held.pool, self.limits)
+        self._counts.steps += 1
+        for sequence in plan.preempted:
+            self._preempt(sequence)
+        for admission in plan.admitted:
+            self._admit(admission.sequence, admission.shared)
+        copies = self._held.grow(plan.chunks)
+        if copies:
+            self._model.copy_blocks(copies)
+        self._stuck = bool(self._waiting) and not plan.preempted
+        return self._start(plan) if plan.chunks else None
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to those that wait, with its tokens. Its full blocks stay in the cache until their room is wanted."""
+        self._counts.preemptions += 1
+        _take_out(self._running, sequence)
+        self._held.release(sequence)
+        if sequence.scoring:
+            sequence.scores.clear()
+        insort(self._waiting, sequence, key=_RANK)
+
+    def _admit(self, sequence: Sequence, shared: tuple[int, ...]) -> None:
+        self._seat(sequence)
+        self._held.begin(sequence, shared)
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = sequence.computed
+            self._counts.prompt_tokens += len(sequence.request.prompt_ids)
+            self._counts.cached_tokens += sequence.computed
+
+    def _seat(self, sequence: Sequence) -> None:
+        """From those that wait to those that run."""
+        _take_out(self._waiting, sequence)
+        insort(self._running, sequence, key=_RANK)
+
+    def _start(self, plan: Plan) -> Flight:
+        size = self.limits.block_size
+        step = build_step(plan.chunks, size, self._groups, self._held.tables)
+        asked = ask(plan, step.query_starts.tolist())
+        if len(asked.places) != len(step.rows):
+            step = replace(step, rows=np.array(asked.places, dtype=np.int32))
+        filled, number = [], self._counts.steps
+        for sequence, tokens in plan.chunks:
+            leads = bool(sequence.siblings) and tokens == sequence.pending
+            sequence.computed += tokens
+            sequence.turn = number
+            if sequence.computed // size > sequence.registered:
+                filled.append((sequence, sequence.computed))
+            if leads:
+                self._fork(sequence, plan.forks)
+        for sequence, row in zip(asked.sequences, asked.rows):
+            row.slot = sequence.slot or 0
+        members = [chunk.sequence for chunk in plan.chunks]
+        return Flight(
+            step,
+            frozenset([*members, *plan.forks]),
+            slots_of(members),
+            asked,
+            tuple(filled),
+            self._follows and step.decode_tokens == len(step.ids) == len(asked.rows) and not plan.forks and asked.plain,
+            asked.left,
+            self._model.start(step, asked.rows),
+        )
+
+    def _fork(self, leader: Sequence, forks: tuple[Sequence, ...]) -> None:
+        """Siblings go on from the prompt that their leader has read; those with no seat wait like any other."""
+        for sibling in leader.siblings:
+            sibling.leader = None
+            if sibling in forks:
+                self._seat(sibling)
+                self._held.fork(sibling, leader)
+                sibling.cached_tokens = leader.cached_tokens
+        leader.siblings = []
+
+    # While one is in flight
 
     def _follow(self, flight: Flight) -> Flight | None:
         """Start the step after `flight` on the tokens that it is drawing, where that is sure to be what comes next.
 
-        Not so when a request waits, a prompt was read, a sequence is about to reach its length, or what may be drawn
-        depends on the tokens before.
+        Not so when a request could begin, a prompt was read, a sequence has ended or is about to reach its length, what
+        may be drawn depends on the tokens before, or there are no blocks left: then somebody has to give way first.
         """
-        if not self._model.runs_ahead or not flight.decodes or self._waiting:
+        if not flight.followable or flight.left <= 0 or self._ending:
             return None
-        if len(flight.sequences) != len(self._running):
+        sequences = flight.asked.sequences
+        if (self._waiting and not self._stuck) or len(sequences) != len(self._running):
             return None
-        if any(len(sequence.token_ids) + 1 >= sequence.limit for sequence in flight.sequences):
+        size, held = self.limits.block_size, self._held
+        entering = [sequences[row] for row in np.flatnonzero(flight.step.kv_lengths % size == 0).tolist()]
+        if len(entering) > held.pool.available:
             return None
-        rows = [self._sampling_row(sequence, 1) for sequence in flight.sequences]
-        if any(changes_logits(row) for row in rows):
-            return None
-        chunks = [Chunk(sequence, 1) for sequence in flight.sequences]
-        step = build_step(chunks, self.limits.block_size)
-        for sequence in flight.sequences:
+        for sequence in entering:
+            held.hold(sequence, held.pool.take(1))
+        step = advance(flight.step, flight.slots, held.tables, size)
+        for sequence, row in zip(sequences, flight.asked.rows):
             sequence.computed += 1
-        return Flight(flight.sequences, True, self._model.start(step, rows, follows=True))
+            row.position += 1
+        filling = [sequences[row] for row in np.flatnonzero(step.kv_lengths % size == 0).tolist()]
+        return replace(
+            flight,
+            step=step,
+            filled=tuple((sequence, sequence.computed) for sequence in filling),
+            left=flight.left - 1,
+            started=self._model.start(step, flight.asked.rows, follows=True),
+        )
+
+    # After a step
 
     def _land(self, flight: Flight) -> list[TokenEvent]:
-        """Read a step's tokens."""
+        """Read a step's tokens. What sequences that have ended got from it is dropped, and their blocks are free."""
+        drawn = self._model.finish(flight.started)
+        ending, self._ending = self._ending, []
+        for sequence in ending:
+            self._held.release(sequence)
+        if self.limits.prefix_caching:
+            for sequence, tokens in flight.filled:
+                if not sequence.ended:
+                    self._held.register(sequence, tokens)
         events = []
-        for sequence, sampled in zip(flight.sequences, self._model.finish(flight.started)):
+        for sequence, row, sampled in zip(flight.asked.sequences, flight.asked.rows, drawn):
             if sequence.ended:
-                self._release(sequence)
+                continue
+            if row.given_id is not None:
+                sequence.scores.append(sampled)
             else:
                 events.append(self._accept(sequence, sampled))
         return events
+
+    def _accept(self, sequence: Sequence, sampled: Sampled) -> TokenEvent:
+        """Append the drawn token and end the sequence where it ends."""
+        token, ids, request = sampled.token_id, sequence.token_ids, sequence.request
+        ids.append(token)
+        if sequence.counted:
+            sequence.output_counts[token] += 1
+        stop_id = token if token in sequence.stop_ids else None
+        finish = "stop" if stop_id is not None else "length" if len(ids) >= sequence.limit else None
+        if finish is not None:
+            self._retire(sequence)
+        if len(ids) > len(request.prompt_ids) + 1:
+            return TokenEvent(request.id, token, sampled.logprob, sampled.top_logprobs, finish, stop_id)
+        scores = tuple(sequence.scores) if sequence.scored else None
+        return TokenEvent(
+            request.id, token, sampled.logprob, sampled.top_logprobs, finish, stop_id, sequence.cached_tokens, scores
+        )
+
+    def _retire(self, sequence: Sequence) -> None:
+        """End a running sequence. Its blocks are free now, or when the flight that writes to them has landed."""
+        _take_out(self._running, sequence)
+        del self._known[sequence.request.id]
+        sequence.ended = True
+        self._stuck = False
+        if self._flight is not None and sequence in self._flight.members:
+            self._ending.append(sequence)
+        else:
+            self._held.release(sequence)
 
     def _settle(self) -> None:
         """When nothing runs any more, let the step that is still on its way end, and drop what it drew."""
@@ -194,58 +380,39 @@ class Engine:
             flight, self._flight = self._flight, None
             self._land(flight)
 
-    def _admit(self) -> None:
-        """Start waiting requests in order, while there is a place and blocks for all they may ever need."""
-        while self._waiting and len(self._running) < self.limits.max_num_seqs:
-            request = self._waiting[0]
-            most = request.params.max_tokens
-            length = len(request.prompt_ids)
-            limit = self.limits.max_model_len if most is None else min(length + most, self.limits.max_model_len)
-            # The last token is drawn but never cached.
-            needed = blocks_for(limit - 1, self.limits.block_size)
-            if any(pool.free < needed for pool in self._pools):
-                return
-            self._waiting.popleft()
-            blocks = tuple(np.array(pool.take(needed), dtype=np.int32) for pool in self._pools)
-            self._running.append(Sequence(request, limit, blocks, list(request.prompt_ids)))
 
-    def _retire(self, sequence: Sequence, flight: Flight | None) -> None:
-        """End a sequence. Its blocks are free now, or when the `flight` that still writes to them has landed."""
-        self._running.remove(sequence)
-        sequence.ended = True
-        if flight is None or not flight.holds(sequence):
-            self._release(sequence)
-
-    def _release(self, sequence: Sequence) -> None:
-        for pool, blocks in zip(self._pools, sequence.blocks):
-            pool.give_back(blocks.tolist())
-
-    def _stop_ids(self, request: Request) -> frozenset[int]:
-        own = frozenset(request.params.stop_token_ids)
-        return own if request.params.ignore_eos else own | self.limits.eos_ids
-
-    def _sampling_row(self, sequence: Sequence, ahead: int) -> SamplingRow:
-        """What the sequence's next token is drawn by, or the one `ahead` of it."""
-        request = sequence.request
-        position = len(sequence.token_ids) + ahead
-        early = position - len(request.prompt_ids) < request.params.min_tokens
-        return SamplingRow(
-            request.params,
-            request.seed,
-            position,
-            request.prompt_ids,
-            sequence.output_counts,
-            tuple(self._stop_ids(request)) if early else (),
+def check_length(length: int, limits: Limits) -> None:
+    """Raise PromptTooLong for a prompt that can never be served, however long it waits."""
+    context, cache = limits.max_model_len, limits.blocks * limits.block_size
+    if length >= context:
+        raise PromptTooLong(
+            f"the prompt has {length:,} tokens, the context is {context:,} with at least one token of output",
+            param="prompt",
+            hint="shorten the prompt, or raise --max-model-len where the model allows it",
+        )
+    if length > cache:
+        raise PromptTooLong(
+            f"the prompt has {length:,} tokens, the whole key/value cache has room for {cache:,}",
+            param="prompt",
+            hint="shorten the prompt, or raise --kv-cache-memory-bytes",
         )
 
-    def _accept(self, sequence: Sequence, sampled: Sampled) -> TokenEvent:
-        """Append the drawn token and end the sequence where it ends."""
-        request = sequence.request
-        sequence.token_ids.append(sampled.token_id)
-        sequence.output_counts[sampled.token_id] += 1
-        stopped = sampled.token_id in self._stop_ids(request)
-        finish = "stop" if stopped else "length" if len(sequence.token_ids) >= sequence.limit else None
-        if finish:
-            self._retire(sequence, self._flight)
-        stop_id = sampled.token_id if stopped else None
-        return TokenEvent(request.id, sampled.token_id, sampled.logprob, sampled.top_logprobs, finish, stop_id)
+
+def _take_out(queue: list[Sequence], sequence: Sequence) -> None:
+    """Remove a sequence from a list in order of rank."""
+    place = bisect_left(queue, sequence.rank, key=_RANK)
+    assert queue[place] is sequence, sequence
+    del queue[place]
+
+
+def _leave_family(sequence: Sequence) -> None:
+    """One that others wait for is gone, or one of those: who waits goes on with another leader."""
+    if sequence.leader is not None:
+        sequence.leader.siblings.remove(sequence)
+        sequence.leader = None
+    elif sequence.siblings:
+        leader, *others = sequence.siblings
+        leader.leader, leader.siblings, leader.scored = None, others, sequence.scored
+        for sibling in others:
+            sibling.leader = leader
+        sequence.siblings = []

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rvllm.backend.cpu import CpuModel
 from rvllm.config import CPU_CACHE_BYTES, EngineConfig
-from rvllm.engine.block_pool import blocks_for, pool_blocks
+from rvllm.engine.block_pool import block_bytes, blocks_for
 from rvllm.engine.device import choose_device
-from rvllm.engine.engine import Engine, Limits, Model
+from rvllm.engine.engine import Engine, Model
+from rvllm.engine.scheduler import Limits
 from rvllm.errors import StartError
 from rvllm.model.source import Source, context_length, record, weights_for
 from rvllm.program.dtype import BF16, F16, F32, DType
@@ -19,8 +20,9 @@ from rvllm.program.program import Program
 Progress = Callable[[str, int, int], None]
 Warn = Callable[[str], None]
 
-RUNTIME_BYTES = 600 << 20
-"""A CUDA context with its kernels and graphs: an estimate."""
+SPARE_BYTES = 256 << 20
+"""Of a GPU's memory, for what the driver and later launches take when all else is in place."""
+SCORE_CHUNK = 64  # tokens of a prompt with log-probabilities in one step: each needs a row of logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ def load_engine(
 ) -> Engine:
     """Load the model's weights and make an engine. Raises StartError when device, memory or files do not allow it."""
     vocab_limit = min(vocab_limit, source.config.vocab_size)
+    chunk = prompt_chunk(config)
     make = _on_cpu if choose_device(config.device, warn) == "cpu" else _on_gpu
     model, size = make(source, config, vocab_limit, progress, warn)
     limits = Limits(
@@ -50,11 +53,29 @@ def load_engine(
         blocks=size.blocks,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        prefill_chunk=config.prefill_chunk,
+        prefill_chunk=chunk,
+        score_chunk=SCORE_CHUNK,
         eos_ids=eos_ids | source.config.eos_ids,
         vocab_limit=vocab_limit,
+        by_priority=config.scheduling_policy == "priority",
+        prefix_caching=config.enable_prefix_caching,
     )
     return Engine(model, limits)
+
+
+def prompt_chunk(config: EngineConfig) -> int:
+    """Tokens of a prompt in one step: what is configured, or what a step has left when all others take one.
+
+    Raises StartError where that is not even one.
+    """
+    left = config.max_num_batched_tokens - config.max_num_seqs + 1
+    if left < 1:
+        raise StartError(
+            f"--max-num-batched-tokens {config.max_num_batched_tokens:,} is less than "
+            f"--max-num-seqs {config.max_num_seqs:,}, so not all sequences could go on in one step",
+            hint=f"set --max-num-batched-tokens to at least {config.max_num_seqs + 15:,}, or lower --max-num-seqs",
+        )
+    return min(config.prefill_chunk, left)
 
 
 def _on_cpu(
@@ -64,10 +85,12 @@ def _on_cpu(
         raise StartError(
             f"--dtype {config.dtype} is not available on the CPU, which computes in float32", hint="leave it out"
         )
-    program = record(source, dtype=F32, kv_dtype=F32, max_length=context_length(source.config, config.max_model_len))
-    program = fuse(program, ALL_KERNELS)
+    length = context_length(source.config, config.max_model_len)
+    program = fuse(record(source, dtype=F32, kv_dtype=F32, max_length=length), ALL_KERNELS)
     memory = CPU_CACHE_BYTES if config.kv_cache_memory_bytes is None else config.kv_cache_memory_bytes
-    size = cache_size(program, source.config.max_position, config, memory, warn)
+    # Never more than all sequences can use: what is kept beyond that would make a small model big.
+    most = blocks_for(length, config.block_size) * config.max_num_seqs
+    size = cache_size(program, length, config, memory, warn, most=most)
     model = CpuModel(
         program,
         weights_for(source, program),
@@ -82,35 +105,48 @@ def _on_cpu(
 def _on_gpu(
     source: Source, config: EngineConfig, vocab_limit: int, progress: Progress | None, warn: Warn
 ) -> tuple[Model, CacheSize]:
+    """All else comes first; the caches take what is then left. A graph holds addresses, so the graphs come last."""
     from rvllm.backend.cuda.kernels import Gpu
     from rvllm.backend.cuda.lower import FUSIONS
-    from rvllm.backend.cuda.model import CudaModel, StepLimits, memory_bytes
+    from rvllm.backend.cuda.model import CudaModel, StepLimits
 
     dtype = gpu_dtype(config.dtype, source.config.dtype)
     length = context_length(source.config, config.max_model_len)
     program = fuse(record(source, dtype=dtype, kv_dtype=dtype, max_length=length), FUSIONS)
     gpu = Gpu(0, warn)
-    tokens = config.max_num_batched_tokens + config.max_num_seqs + config.prefill_chunk
-    limits = StepLimits(tokens, config.max_num_seqs, blocks_for(length, config.block_size))
-    memory = config.kv_cache_memory_bytes
-    if memory is None:
-        used = gpu.gpu.total_bytes - gpu.free_bytes()
-        memory = int(gpu.gpu.total_bytes * config.gpu_memory_utilization) - used
-        memory -= memory_bytes(program, limits) + RUNTIME_BYTES
-    size = cache_size(program, source.config.max_position, config, max(memory, 0), warn)
+    rows = config.max_num_seqs + min(SCORE_CHUNK, prompt_chunk(config)) - 1
     model = CudaModel(
         program,
         weights_for(source, program),
         gpu,
-        limits=replace(limits, max_blocks=blocks_for(size.max_model_len, config.block_size)),
-        blocks=(size.blocks,) * len(program.cache_groups),
+        limits=StepLimits(max(config.max_num_batched_tokens, rows), rows, blocks_for(length, config.block_size)),
+        blocks=None,
         block_size=config.block_size,
         vocab_limit=vocab_limit,
         eager=config.enforce_eager,
         progress=progress,
     )
+    memory = config.kv_cache_memory_bytes
+    if memory is None:
+        memory = left_for_caches(gpu.gpu.total_bytes, gpu.free_bytes, model.rehearse, config.gpu_memory_utilization)
+    size = cache_size(program, length, config, memory, warn)
+    model.allocate_caches((size.blocks,) * len(program.cache_groups))
     model.prepare()
     return model, size
+
+
+def left_for_caches(
+    total_bytes: int, free_bytes: Callable[[], int], rehearse: Callable[[Callable[[], int]], int], share: float
+) -> int:
+    """Bytes of a GPU that caches may take: what `share` of it leaves beside all that is in use, by whomever.
+
+    `rehearse` says what graphs will need. Memory that others take or give back meanwhile is seen here once; if it is
+    gone when the caches are allocated, that fails with its own numbers.
+    """
+    graphs = rehearse(free_bytes)
+    free = free_bytes()
+    allowed = int(total_bytes * share) - (total_bytes - free)
+    return max(0, min(allowed, free) - graphs - SPARE_BYTES)
 
 
 def gpu_dtype(asked: str, stored: DType) -> DType:
@@ -122,23 +158,36 @@ def gpu_dtype(asked: str, stored: DType) -> DType:
     return BF16 if asked == "bfloat16" else F16
 
 
-def cache_size(program: Program, max_position: int, config: EngineConfig, memory_bytes: int, warn: Warn) -> CacheSize:
-    """As many blocks as all sequences at full length need, or as `memory_bytes` hold.
+def cache_size(
+    program: Program, wanted: int, config: EngineConfig, memory_bytes: int, warn: Warn, *, most: int | None = None
+) -> CacheSize:
+    """As many blocks as `memory_bytes` hold, up to `most`, or as many as were asked for by number.
 
-    Where not even one fits, the context is shortened with a warning, or refused if it was asked for by number.
+    Where one sequence of `wanted` tokens does not fit, the context is shortened with a warning, or refused if it was
+    asked for by number.
     """
-    asked = config.max_model_len
-    wanted = asked or max_position
-    room = pool_blocks(program.cache_groups, config.block_size, memory_bytes)
-    one = blocks_for(wanted, config.block_size)
-    if room >= one:
-        return CacheSize(min(room, one * config.max_num_seqs), wanted)
-    fits = room * config.block_size
-    memory = f"{memory_bytes:,} bytes of key/value cache hold {fits:,} tokens"
-    if asked is not None or not fits:
+    size = config.block_size
+    one = block_bytes(program.cache_groups, size)
+    blocks = memory_bytes // one if config.num_gpu_blocks_override is None else config.num_gpu_blocks_override
+    if blocks >= blocks_for(wanted, size):
+        return CacheSize(blocks if most is None or config.num_gpu_blocks_override else min(blocks, most), wanted)
+    fits = blocks * size
+    if config.num_gpu_blocks_override is not None:
+        room, more = f"{blocks:,} blocks of {size} tokens hold {fits:,} tokens", "--num-gpu-blocks-override"
+    else:
+        room, more = f"{memory_bytes:,} bytes of key/value cache hold {fits:,} tokens", "--kv-cache-memory-bytes"
+        if config.kv_cache_memory_bytes is None:
+            more = "--gpu-memory-utilization"
+    if not blocks:
         raise StartError(
-            f"--max-model-len {wanted:,} does not fit: {memory}",
-            hint=f"set --max-model-len to at most {fits:,}, or raise --kv-cache-memory-bytes",
+            f"there is no room for a key/value cache: {memory_bytes:,} bytes are left for it, one block of {size} "
+            f"tokens takes {one:,}",
+            hint=f"raise {more}, use a smaller model, or end what else uses the GPU (see `nvidia-smi`)",
         )
-    warn(f"the context is shortened from {wanted:,} to {fits:,} tokens: {memory}")
-    return CacheSize(room, fits)
+    if config.max_model_len is not None:
+        raise StartError(
+            f"--max-model-len {wanted:,} does not fit: {room}",
+            hint=f"set --max-model-len to at most {fits:,}, or raise {more}",
+        )
+    warn(f"the context is shortened from {wanted:,} to {fits:,} tokens: {room}")
+    return CacheSize(blocks, fits)

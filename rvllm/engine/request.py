@@ -7,18 +7,24 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from rvllm.errors import BadRequest
-from rvllm.program.program import Int32
 from rvllm.sampling.params import SamplingParams
+from rvllm.sampling.sampler import Sampled, SamplingRow
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the engine is asked for: continue `prompt_ids`. The id is the caller's; `seed` is settled at birth."""
+    """What the engine is asked for: continue `prompt_ids`. The id is the caller's; `seed` is settled at birth.
+
+    priority     the lower, the sooner, where the scheduling policy is "priority"
+    cache_salt   prompts share cached blocks only with prompts of the same salt
+    """
 
     id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     seed: int
+    priority: int = 0
+    cache_salt: str | None = None
 
 
 def check_request(prompt_ids: Items[int], params: SamplingParams, *, vocab_limit: int, max_logprobs: int) -> None:
@@ -29,15 +35,19 @@ def check_request(prompt_ids: Items[int], params: SamplingParams, *, vocab_limit
         if type(token) is not int or not 0 <= token < vocab_limit:
             raise BadRequest(f"prompt has token id {token!r}, ids are 0 to {vocab_limit - 1:,}", param="prompt")
     params.check_vocabulary(vocab_limit)
-    if (params.logprobs or 0) > max_logprobs:
-        raise BadRequest(f"logprobs is {params.logprobs}, the limit is {max_logprobs}", param="logprobs")
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(params, name) or 0) > max_logprobs:
+            raise BadRequest(f"{name} is {getattr(params, name)}, the limit is {max_logprobs}", param=name)
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: one is made for every token, and a frozen one takes five times as long.
+@dataclass(slots=True)
 class TokenEvent:
     """One new token of a request. `finish_reason`: None while it goes on, else "stop" | "length".
 
-    `stop_id` is the token id that ended it, where one did. Log-probabilities are natural logs, when asked for.
+    `stop_id` is the token id that ended it, where one did. Log-probabilities are natural logs, when asked for. With the
+    first token alone: `cached_tokens`, how many of the prompt's were in the cache, and, when asked for,
+    `prompt_logprobs` of the prompt's tokens but the first.
     """
 
     request_id: str
@@ -46,22 +56,47 @@ class TokenEvent:
     top_logprobs: tuple[tuple[int, float], ...]
     finish_reason: str | None
     stop_id: int | None
+    cached_tokens: int | None = None
+    prompt_logprobs: tuple[Sampled, ...] | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request in the engine. `token_ids` grows; the first `computed` of them are in the cache.
+    """A request in the engine. `token_ids` grows; the first `computed` of them are in the cache, or soon will be.
 
-    `limit` is the length at which it ends; `blocks` holds each cache group's block numbers (i32), enough for the limit.
+    limit           the length at which it ends
+    blocks          the cache's blocks that it holds, from its first token on; the same in every cache group
+    slot            its number among those that run, for what a device keeps of each; None while it waits
+    rank            the lower, the more important: (priority, order of arrival)
+    turn            the number of the step that last computed something of it, or of its arrival
+    keys            of its first full blocks; `registered`: how many of its blocks the pool knows by them
+    cached_tokens   of its prompt, found in the cache when it first began
+    leader          the sequence that is reading the same prompt and will share it; `siblings`: who waits for this one
+    scored          whether its prompt's log-probabilities are wanted; `scores`: those there are
+    row             how its next token is drawn; the position in it is counted on
+    counted         whether its drawn tokens are counted, in `output_counts`: where there are penalties
     """
 
     request: Request
     limit: int
-    blocks: tuple[Int32, ...]
+    blocks: list[int]
     token_ids: list[int]
     computed: int = 0
+    slot: int | None = None
+    rank: tuple[int, int] = (0, 0)
+    turn: int = 0
     ended: bool = False
-    output_counts: Counter[int] = field(default_factory=Counter)  # of the drawn tokens, for penalties
+    keys: list[bytes] = field(default_factory=list)
+    registered: int = 0
+    cached_tokens: int | None = None
+    leader: Sequence | None = None
+    siblings: list[Sequence] = field(default_factory=list)
+    scored: bool = False
+    scores: list[Sampled] = field(default_factory=list)
+    stop_ids: frozenset[int] = frozenset()
+    row: SamplingRow | None = None
+    counted: bool = False
+    output_counts: Counter[int] = field(default_factory=Counter)
 
     @property
     def output_ids(self) -> list[int]:
@@ -71,3 +106,8 @@ class Sequence:
     def pending(self) -> int:
         """Tokens not yet in the cache: 1 while it decodes, more while its prompt is read."""
         return len(self.token_ids) - self.computed
+
+    @property
+    def scoring(self) -> bool:
+        """Whether log-probabilities of its prompt are still to come."""
+        return self.scored and len(self.scores) < len(self.request.prompt_ids) - 1

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from dataclasses import replace
 
 import numpy as np
 
+from rvllm.engine.block_pool import blocks_for
+from rvllm.engine.request import Sequence
 from rvllm.engine.scheduler import Chunk
 from rvllm.program.program import Int32, Step
 
 
-def build_step(chunks: Items[Chunk], block_size: int) -> Step:
-    """The arrays of a step that computes `chunks`, in their order; one row of logits for each that finishes."""
-    begins = np.array([chunk.sequence.computed for chunk in chunks], dtype=np.int32)
+def build_step(chunks: Items[Chunk], block_size: int, groups: int, tables: Int32 | None = None) -> Step:
+    """The arrays of a step that computes `chunks`, in their order; one row of logits for each that finishes.
+
+    groups: cache groups, which all have the same block table. tables: (slots, blocks) block numbers by sequences'
+    slots; None: taken from the sequences.
+    """
+    sequences = [chunk.sequence for chunk in chunks]
+    begins = np.array([sequence.computed for sequence in sequences], dtype=np.int32)
     counts = np.array([chunk.tokens for chunk in chunks], dtype=np.int32)
-    prompts = np.array([len(chunk.sequence.request.prompt_ids) for chunk in chunks], dtype=np.int32)
+    prompts = np.array([len(sequence.request.prompt_ids) for sequence in sequences], dtype=np.int32)
     starts = np.zeros(len(chunks) + 1, dtype=np.int32)
     np.cumsum(counts, out=starts[1:])
     owners = np.repeat(np.arange(len(chunks)), counts)
     positions = np.arange(starts[-1], dtype=np.int32) + (begins - starts[:-1])[owners]
-    groups = range(len(chunks[0].sequence.blocks))
-    tables = tuple(_block_table([chunk.sequence.blocks[group] for chunk in chunks]) for group in groups)
+    kv_lengths = begins + counts
+    if tables is None:
+        table = _block_table([sequence.blocks for sequence in sequences])
+    else:
+        table = tables[slots_of(sequences), : blocks_for(int(kv_lengths.max()), block_size)]
     pages, places = np.divmod(positions, np.int32(block_size))
     return Step(
         ids=_pending_ids(chunks),
@@ -29,24 +40,48 @@ def build_step(chunks: Items[Chunk], block_size: int) -> Step:
         # forward pass over the prompt and then one a token see in transformers, however we cut the prompt.
         lengths=np.maximum(positions + np.int32(1), prompts[owners]),
         query_starts=starts,
-        kv_lengths=begins + counts,
-        slots=tuple(table[owners, pages] * np.int32(block_size) + places for table in tables),
-        block_tables=tables,
+        kv_lengths=kv_lengths,
+        slots=(table[owners, pages] * np.int32(block_size) + places,) * groups,
+        block_tables=(table,) * groups,
         rows=starts[1:][[chunk.finishes for chunk in chunks]] - 1,
         decode_tokens=int(np.count_nonzero(counts == 1)),
     )
 
 
+def advance(step: Step, slots: Int32, tables: Int32, block_size: int) -> Step:
+    """The step after one in which the sequences of `slots` decode: its own arrays, each counted on in place.
+
+    Only the block table is another array where it has changed, so that whoever has sent it can tell; `tables` has the
+    blocks that the sequences enter. The ids are those that the step before draws.
+    """
+    entering = np.flatnonzero(step.kv_lengths % block_size == 0)
+    for array in (step.positions, step.lengths, step.kv_lengths, step.slots[0]):
+        array += 1
+    if len(entering):
+        pages = step.positions[entering] // block_size
+        width = max(step.block_tables[0].shape[1], int(pages.max()) + 1)
+        step = replace(step, block_tables=(tables[slots, :width],) * len(step.block_tables))
+        step.slots[0][entering] = tables[slots[entering], pages] * np.int32(block_size)
+    return step
+
+
+def slots_of(sequences: Items[Sequence]) -> Int32:
+    """The slots of running sequences."""
+    return np.array([sequence.slot for sequence in sequences], dtype=np.int32)
+
+
 def _pending_ids(chunks: Items[Chunk]) -> Int32:
     ids: list[int] = []
     for chunk in chunks:
-        begin = chunk.sequence.computed
-        known = chunk.sequence.token_ids[begin : begin + chunk.tokens]
-        ids += known or [0]  # of a step that runs ahead: the device has the id
+        known, begin = chunk.sequence.token_ids, chunk.sequence.computed
+        if chunk.tokens == 1:
+            ids.append(known[begin])
+        else:
+            ids += known[begin : begin + chunk.tokens]
     return np.array(ids, dtype=np.int32)
 
 
-def _block_table(blocks: list[Int32]) -> Int32:
+def _block_table(blocks: list[list[int]]) -> Int32:
     """(sequences, longest) block numbers; what a sequence does not have is 0 and never read."""
     table = np.zeros((len(blocks), max(map(len, blocks))), dtype=np.int32)
     for row, held in enumerate(blocks):

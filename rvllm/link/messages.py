@@ -15,8 +15,9 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from rvllm.config import EngineConfig
-from rvllm.engine.engine import Limits, Load
+from rvllm.engine.engine import Load
 from rvllm.engine.request import Request, TokenEvent
+from rvllm.engine.scheduler import Limits
 from rvllm.errors import BadRequest, EngineError, RvllmError
 
 MOST_BYTES = 64 << 20
@@ -57,7 +58,10 @@ class Start(Message, frozen=True):
 
 
 class Submit(Message, frozen=True):
-    """Run these. Their ids must be unlike all others that the engine has, whoever sent them."""
+    """Run these. Their ids must be unlike all others that the engine has, whoever sent them.
+
+    Those for one prompt, salt and priority that stand next to each other are run together: the prompt is read once.
+    """
 
     requests: tuple[Request, ...]
 

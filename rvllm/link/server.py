@@ -13,6 +13,8 @@ import selectors
 import socket
 import time
 from contextlib import suppress
+from itertools import groupby
+from operator import attrgetter
 
 from rvllm.engine.engine import Engine
 from rvllm.engine.request import Request, TokenEvent, check_request
@@ -51,6 +53,8 @@ TERMINATE_DRAIN_S = 30.0
 
 IDLE_BEFORE_COLLECT_S = 0.05
 STEPS_BEFORE_COLLECT = 10_000
+
+_PROMPT = attrgetter("prompt_ids", "cache_salt", "priority")
 
 
 class Front:
@@ -168,21 +172,38 @@ class Server:
         gc.collect()
         self._uncollected_steps = 0
 
-    def _submit(self, front: Front, request: Request) -> None:
+    def _submit(self, front: Front, requests: tuple[Request, ...]) -> None:
+        """Queue those that can be run, those for one prompt together, and say of the others why not."""
+        good: dict[str, Request] = {}
+        for request in requests:
+            try:
+                self._check(request)
+                if request.id in good:
+                    raise _running_already(request)
+            except RvllmError as cause:
+                self._send(front, Failed(request.id, failure_of(cause)))
+            else:
+                good[request.id] = request
+        for _, group in groupby(good.values(), _PROMPT):
+            self._add(front, list(group))
+
+    def _add(self, front: Front, group: list[Request]) -> None:
         try:
-            self._add(request)
-        except RvllmError as cause:
-            self._send(front, Failed(request.id, failure_of(cause)))
-        else:
+            self._engine.add(*group)
+        except BadRequest as cause:
+            for request in group:
+                self._send(front, Failed(request.id, failure_of(cause)))
+            return
+        for request in group:
             self._owners[request.id] = front
             front.held.add(request.id)
 
-    def _add(self, request: Request) -> None:
+    def _check(self, request: Request) -> None:
         """Raises BadRequest for what cannot be run, and EngineError while the engine is stopping."""
         if self._stop_at_s is not None:
             raise EngineError("the engine is being shut down", hint="send the request again to another one, or later")
         if request.id in self._owners:
-            raise BadRequest(f"a request with the id {request.id!r} is running already", param="request_id")
+            raise _running_already(request)
         if request.params.max_tokens == 0:
             raise BadRequest("max_tokens is 0, an engine makes at least one token", param="max_tokens")
         limits = self._facts.limits
@@ -192,7 +213,6 @@ class Server:
             vocab_limit=limits.vocab_limit,
             max_logprobs=self._facts.max_logprobs,
         )
-        self._engine.add(request)
 
     def _forget(self, request_id: str) -> None:
         self._owners.pop(request_id).held.remove(request_id)
@@ -250,8 +270,7 @@ class Server:
 
     def _handle(self, front: Front, message: FromFront) -> None:
         if isinstance(message, Submit):
-            for request in message.requests:
-                self._submit(front, request)
+            self._submit(front, message.requests)
         elif isinstance(message, Abort):
             for request_id in message.ids:
                 if request_id in front.held:
@@ -331,3 +350,7 @@ class Server:
         for front in self._parent_last():
             with suppress(OSError):  # it is gone, too
                 front.send(message)
+
+
+def _running_already(request: Request) -> BadRequest:
+    return BadRequest(f"a request with the id {request.id!r} is running already", param="request_id")

@@ -37,6 +37,7 @@ class SamplingParams:
     max_tokens                  None: to the end of the context; 0: nothing is generated, the prompt is scored
     min_tokens                  no end-of-sequence or stop id before this many tokens
     logprobs                    None: none; k: the chosen token's, and the k best
+    prompt_logprobs             the same of every token of the prompt but the first
     stop, stop_token_ids        also given as None or a list; `stop` also as one string
     logit_bias                  {id: -100..100}, an id also as a decimal string; added to the logits
     allowed_token_ids           None: all; otherwise a list of ids, the only ones ever drawn
@@ -57,6 +58,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -136,8 +138,9 @@ _WHOLE_RANGES = {
     "max_tokens": (0, _INT64_MAX),
     "min_tokens": (0, _INT64_MAX),
     "logprobs": (0, _INT64_MAX),
+    "prompt_logprobs": (0, _INT64_MAX),
 }
-_OPTIONAL = ("seed", "max_tokens", "logprobs")
+_OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
 _FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
 
 

@@ -30,9 +30,11 @@ from rvllm.sampling.philox import Int64, fresh_seed, offset_seed
 Row = Sequence[float] | npt.NDArray[np.floating]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class SamplingRow:
     """What choosing one sequence's next token needs besides its logits.
+
+    A sequence keeps its row from token to token: the position is counted on, and nothing stays forbidden for ever.
 
     seed            resolved: an int64 of this sequence alone
     position        0 to 2**32 - 1, of the token to draw; never the same twice under one seed
@@ -40,6 +42,9 @@ class SamplingRow:
     output_counts   how often each id stands in the output so far; read only when there are penalties
     forbidden_ids   not to be drawn now: end-of-sequence and stop ids before min_tokens. Where they are all that
                     allowed_token_ids leaves, they may be drawn after all
+    slot            the sequence's number among those that run, for what a device keeps of each
+    given_id        None: a token is drawn; else it is known to be this one, and only its log-probability and the best
+                    ones, as many as params.logprobs, are wanted
     """
 
     params: SamplingParams
@@ -48,6 +53,8 @@ class SamplingRow:
     prompt_ids: Sequence[int] | Int64 = ()
     output_counts: Mapping[int, int] = field(default_factory=dict)
     forbidden_ids: tuple[int, ...] = ()
+    slot: int = 0
+    given_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +94,12 @@ def _check_logits(best: Float32) -> None:
 
 def _choose(logits: Float32, rows: Sequence[SamplingRow]) -> Int64:
     tokens = np.empty(len(rows), np.int64)
+    given = [index for index, row in enumerate(rows) if row.given_id is not None]
+    if given:
+        drawn_at = [index for index, row in enumerate(rows) if row.given_id is None]
+        tokens[given] = [row.given_id for row in rows if row.given_id is not None]
+        tokens[drawn_at] = _choose(logits[drawn_at], [rows[index] for index in drawn_at])
+        return tokens
     plain = [index for index, row in enumerate(rows) if row.params.greedy and not changes_logits(row)]
     tokens[plain] = (logits if len(plain) == len(rows) else logits[plain]).argmax(axis=1)
     for index, row in enumerate(rows):

@@ -48,7 +48,7 @@ def both_ways(llm: LLM, prompt: str | list[int], params: SamplingParams) -> tupl
         whole.stop_reason,
     )
     assert [d.finish_reason for d in deltas[:-1]] == [None] * (len(deltas) - 1)
-    assert llm._engine.free_blocks == (llm._engine.limits.blocks,) and not llm._engine.busy
+    assert llm._engine.free_blocks == llm._engine.limits.blocks and not llm._engine.busy
     return text, whole.finish_reason, len(whole.token_ids), [delta.text for delta in deltas]
 
 
@@ -242,7 +242,7 @@ def test_closing_a_stream_frees_its_blocks(tmp_path: Path) -> None:
     stream = llm.stream(llm.encode_prompt("x"), greedy())
     next(stream)
     stream.close()
-    assert llm._engine.free_blocks == (llm._engine.limits.blocks,) and not llm._engine.busy
+    assert llm._engine.free_blocks == llm._engine.limits.blocks and not llm._engine.busy
 
 
 def test_two_streams_may_run_at_once(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def sequence(program: Program, prompt: list[int], place: int = 0) -> Sequence:
     count = blocks_for(LONGEST, BLOCK)
     blocks = [3 * i + place for i in range(count)][::-1]
     request = Request(str(place), tuple(prompt), SamplingParams(), 0)
-    return Sequence(request, LONGEST, tuple(list(blocks) for _ in program.cache_groups), list(prompt))
+    return Sequence(request, LONGEST, blocks, list(prompt))
 
 
 def everywhere(step: Step) -> Step:
@@ -57,7 +57,7 @@ def everywhere(step: Step) -> Step:
 
 
 def feed(model: CpuModel, *chunks: Chunk, widen: Callable[[Step], Step] = everywhere) -> np.ndarray:
-    logits = model.forward(widen(build_step(chunks, BLOCK)))
+    logits = model.forward(widen(build_step(chunks, BLOCK, len(model.program.cache_groups))))
     for chunk in chunks:
         chunk.sequence.computed += chunk.tokens
     return logits

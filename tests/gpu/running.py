@@ -87,15 +87,15 @@ def cpu_model(source: Source, dtype: DType, length: int = 64) -> CpuModel:
 
 def sequence(program: Program, prompt: list[int], place: int = 0, length: int = 64) -> Sequence:
     """Its blocks lie scattered in the pool, apart from those of other places."""
-    numbers = PLACES * np.arange(blocks_for(length, BLOCK), dtype=np.int32)[::-1] + np.int32(place)
+    numbers = [PLACES * page + place for page in reversed(range(blocks_for(length, BLOCK)))]
     request = Request(str(place), tuple(prompt), SamplingParams(), 0)
-    return Sequence(request, length, (numbers,) * len(program.cache_groups), list(prompt))
+    return Sequence(request, length, numbers, list(prompt))
 
 
 def forward(model: CudaModel | CpuModel, *rows: Sequence) -> Float32:
     """Logits after everything that the rows have pending, one row each."""
     chunks = sorted((Chunk(row, row.pending) for row in rows), key=lambda chunk: chunk.tokens > 1)
-    logits = model.forward(build_step(chunks, BLOCK))
+    logits = model.forward(build_step(chunks, BLOCK, len(model.program.cache_groups)))
     for chunk in chunks:
         chunk.sequence.computed += chunk.tokens
     return logits

@@ -134,7 +134,7 @@ def test_seeded_draws_are_those_of_the_definition_on_the_same_logits(backend: Ba
             SamplingRow(params, 11 + place, 1 + count, row.request.prompt_ids, row.output_counts)
             for place, (params, row) in enumerate(zip(chosen, rows))
         ]
-        step = build_step([Chunk(row, 1) for row in rows], BLOCK)
+        step = build_step([Chunk(row, 1) for row in rows], BLOCK, len(model.program.cache_groups))
         ours = [sampled.token_id for sampled in model.finish(model.start(step, asked))]
         assert ours == [sampled.token_id for sampled in sample_rows(forward(model, *rows), asked, vocab)]
         for row, token in zip(rows, ours):
@@ -146,7 +146,7 @@ def test_seeded_draws_are_those_of_the_definition_on_the_same_logits(backend: Ba
 
 
 def idle(llm: LLM) -> bool:
-    return not llm._engine.busy and set(llm._engine.free_blocks) == {llm._engine.limits.blocks}
+    return not llm._engine.busy and llm._engine.free_blocks == llm._engine.limits.blocks
 
 
 @pytest.mark.parametrize("backend", BOTH, indirect=True)

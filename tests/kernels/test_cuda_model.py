@@ -74,12 +74,12 @@ def sequence(program: Program, prompt: list[int], place: int) -> Sequence:
     """Its blocks lie scattered in the pool, those of places 0, 1 and 2 apart from each other."""
     numbers = [PLACES * i + place for i in range(blocks_for(LONGEST, BLOCK))][::-1]
     request = Request(str(place), tuple(prompt), SamplingParams(), 0)
-    return Sequence(request, LONGEST, tuple(list(numbers) for _ in program.cache_groups), list(prompt))
+    return Sequence(request, LONGEST, numbers, list(prompt))
 
 
-def step_of(rows: list[Sequence], tokens: list[int]) -> Step:
+def step_of(rows: list[Sequence], tokens: list[int], groups: int = 1) -> Step:
     chunks = [Chunk(row, count) for row, count in zip(rows, tokens)]
-    step = build_step(chunks, BLOCK)
+    step = build_step(chunks, BLOCK, groups)
     for chunk in chunks:
         chunk.sequence.computed += chunk.tokens
     return step
@@ -87,16 +87,18 @@ def step_of(rows: list[Sequence], tokens: list[int]) -> Step:
 
 def steps(program: Program) -> list[Step]:
     """Prompts together, a mixed step that reads a third one in pieces while two decode, then decoding alone."""
+    groups = len(program.cache_groups)
     rng = np.random.default_rng(5)
     rows = [sequence(program, rng.integers(5, 250, size).tolist(), place) for place, size in enumerate((1, 20, 23))]
-    made = [step_of(rows[:2], [1, 20])]
+    made = [step_of(rows[:2], [1, 20], groups)]
     for row in rows[:2]:
         row.token_ids.append(7)
-    made.append(step_of(rows, [1, 1, 16]))
-    made.append(step_of(rows[2:], [7]))
+    made.append(step_of(rows, [1, 1, 16], groups))
+    made.append(step_of(rows[2:], [7], groups))
     for row in rows:
         row.token_ids.append(9) if row.pending == 0 else None
-    made.append(step_of([row for row in rows if row.pending == 1], [1] * sum(row.pending == 1 for row in rows)))
+    decoding = [row for row in rows if row.pending == 1]
+    made.append(step_of(decoding, [1] * len(decoding), groups))
     return made
 
 
@@ -198,7 +200,7 @@ def test_a_step_smaller_than_its_bucket_is_padded_with_nothing_that_counts() -> 
     source = opened("llama-mha")
     program = record(source, dtype=BF16, kv_dtype=BF16, max_length=LONGEST)
     row = sequence(program, [5], 0)
-    row.blocks = ([3, 1],)
+    row.blocks = [3, 1]
     fill(views(memory, where), where, step_of([row], [1]))
 
     def read(name: str) -> list[int]:

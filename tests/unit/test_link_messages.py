@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from rvllm import errors
 from rvllm.cli.failure import explain
 from rvllm.config import EngineConfig
-from rvllm.engine.engine import Limits
 from rvllm.engine.request import Request, TokenEvent
+from rvllm.engine.scheduler import Limits
 from rvllm.link.messages import (
     MOST_BYTES,
     Abort,

@@ -285,6 +285,10 @@ class Context:
         check("cuEventSynchronize", self._cuda.cuEventSynchronize(mark), EngineError)
         check("cuEventDestroy", self._cuda.cuEventDestroy(mark), EngineError)
 
+    def forget(self, graph: Graph) -> None:
+        """Give back what a graph takes; it must not be running."""
+        check("cuGraphExecDestroy", self._cuda.cuGraphExecDestroy(graph.handle))
+
     def replay(self, graph: Graph) -> None:
         check("cuGraphLaunch", self._cuda.cuGraphLaunch(graph.handle, self._stream), EngineError)
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rvllm.backend.cuda.context import Graph
+from rvllm.backend.cuda.copy_blocks import BlockCopier
 from rvllm.backend.cuda.kernels import Device
 from rvllm.backend.cuda.lower import Bucket, Launch, Target, lower, workspace
 from rvllm.backend.cuda.sampling import DeviceSampler
@@ -72,17 +73,18 @@ class CudaModel:
         device: Device,
         *,
         limits: StepLimits,
-        blocks: tuple[int, ...],
+        blocks: tuple[int, ...] | None,
         block_size: int,
         vocab_limit: int,
         eager: bool = False,
         progress: Progress | None = None,
     ) -> None:
+        """blocks: of each cache group; None: `allocate_caches` follows, once it is known what is left for them."""
         self.program = program
         self.dtype = activation_dtype(program)
         self._device = device
         self._limits = limits
-        self._blocks = blocks
+        self._blocks: tuple[int, ...] = ()
         self._block_size = block_size
         self._eager = eager
         self._addresses: dict[str, int] = {}
@@ -91,10 +93,11 @@ class CudaModel:
         self._last: Prepared | None = None
         self._turn = 0
         self._load(checkpoint, progress)
-        self._allocate_caches()
         self._allocate_step_memory()
         vocab = program.output.sizes({"rows": 1})[1]
         self._sampler = DeviceSampler(device, rows=limits.sequences, vocab=vocab, vocab_limit=vocab_limit, eager=eager)
+        if blocks is not None:
+            self.allocate_caches(blocks)
 
     runs_ahead = True
 
@@ -126,6 +129,10 @@ class CudaModel:
         self._device.wait(started.mark)
         return self._sampler.take(started.rows, started.turn) if started.rows else []
 
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy cache blocks (from, to) in every layer: after the steps started so far, before the next."""
+        self._copier.start(pairs)
+
     def one_by_one(self, step: Step) -> Iterator[tuple[Op, Callable[[], None]]]:
         """Send the step, then give each op with a function that runs it: between them memory can be read."""
         prepared = self._send(step)
@@ -156,9 +163,35 @@ class CudaModel:
 
     def prepare(self) -> None:
         """Capture the graph of every decode bucket."""
-        for size in DECODE_BUCKETS:
-            if size <= self._limits.sequences:
-                self._bucket(Bucket(size, size, size, size, 1))
+        for size in self._decode_sizes:
+            self._bucket(Bucket(size, size, size, size, 1))
+
+    def rehearse(self, free_bytes: Callable[[], int]) -> int:
+        """What the graphs will take, before there are caches: the largest is captured and dropped. Loads the kernels.
+
+        Nothing is run, so it does not matter that the caches are nowhere.
+        """
+        if self._eager:
+            return 0
+        self._blocks = (1,) * len(self.program.cache_groups)
+        self._addresses |= dict.fromkeys(self.program.caches, 0)
+        size, tokens = max(self._decode_sizes), self._limits.tokens
+        taken = 0
+        for bucket in (Bucket(tokens, 1, 1, 0, tokens), *(Bucket(size, size, size, size, 1),) * 2):
+            self._prepared.clear()
+            launches = [launch for launches in self._bucket(bucket).by_op for launch in launches]
+            before = free_bytes()
+            graph = self._device.capture(launches)
+            taken = before - free_bytes()
+            for made in (graph, *(prepared.graph for prepared in self._prepared.values())):
+                if made is not None:
+                    self._device.forget(made)
+        self._prepared.clear()
+        return max(taken, 0) * len(self._decode_sizes)
+
+    @property
+    def _decode_sizes(self) -> tuple[int, ...]:
+        return tuple(size for size in DECODE_BUCKETS if size <= self._limits.sequences)
 
     def _send(self, step: Step, *, follows: bool = False) -> Prepared:
         """Copy the step to the device; if it follows another, all but the ids, which are there or will be."""
@@ -193,7 +226,8 @@ class CudaModel:
         if bucket in self._prepared:
             return self._prepared[bucket]
         decodes_only = bucket.decodes == bucket.tokens
-        where = layout(bucket.tokens, bucket.rows, bucket.sequences, len(self._blocks), self._limits.max_blocks)
+        groups = len(self.program.cache_groups)
+        where = layout(bucket.tokens, bucket.rows, bucket.sequences, groups, self._limits.max_blocks)
         memory = self._plan(1 << (bucket.tokens - 1).bit_length())
         places = {name: self._arena + offset for name, offset in memory.offsets.items()}
         places |= {name: self._step_block + field.offset for name, field in where.fields.items()}
@@ -242,19 +276,26 @@ class CudaModel:
             self._addresses[name] = self._device.allocate(values.nbytes)
             self._device.write(self._addresses[name], np.ascontiguousarray(values, dtype=np.float32))
 
-    def _allocate_caches(self) -> None:
+    def allocate_caches(self, blocks: tuple[int, ...]) -> None:
+        """The caches, of so many blocks a group. Raises DeviceError where there is no room for them."""
+        self._blocks = blocks
+        planes = []
         known = {f"blocks.{group}": count for group, count in enumerate(self._blocks)} | {"block": self._block_size}
         for name, tensor in self.program.caches.items():
             nbytes = _nbytes(tensor, known)
             self._addresses[name] = self._device.allocate(nbytes)
             # What was never written may be read as part of a tile, and times a weight of 0 must stay 0.
             self._device.fill(self._addresses[name], 0, nbytes)
+            planes.append((self._addresses[name], nbytes // (2 * blocks[0])))
+        self._copier = BlockCopier(self._device, planes, blocks=blocks[0], most=self._limits.sequences)
 
     def _allocate_step_memory(self) -> None:
         limits = self._limits
         powers = range((limits.tokens - 1).bit_length() + 1)
         self._arena = self._device.allocate(max(self._plan(1 << power).nbytes for power in powers))
-        block = layout(limits.tokens, limits.sequences, limits.sequences, len(self._blocks), limits.max_blocks)
+        block = layout(
+            limits.tokens, limits.sequences, limits.sequences, len(self.program.cache_groups), limits.max_blocks
+        )
         self._step_block = self._device.allocate(block.nbytes)
         # Two, so that a step can be written while the one before is still being copied.
         self._host_blocks = tuple(self._device.pinned(block.nbytes) for _ in range(2))
@@ -268,17 +309,6 @@ class CudaModel:
 def activation_dtype(program: Program) -> DType:
     """The dtype of the program's activations: the first op's, since logits and angles are float32 in every program."""
     return next(op.out.dtype for op in program.ops if op.out.dtype is not F32)
-
-
-def memory_bytes(program: Program, limits: StepLimits) -> int:
-    """Device memory that a model takes beside its caches: weights, arena, workspaces."""
-    dtype = activation_dtype(program)
-    arena = plan(program, lambda tensor: _nbytes(tensor, {"tokens": limits.tokens, "rows": limits.sequences})).nbytes
-    vocab = program.output.sizes({"rows": 1})[1]
-    partials, counters = workspace(program, limits.sequences)
-    return (
-        sum(map(aligned, sizes(program, dtype).values())) + arena + partials + counters + 5 * limits.sequences * vocab
-    )
 
 
 def _nbytes(tensor: Tensor, sizes: dict[str, int]) -> int:

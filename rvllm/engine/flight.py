@@ -1,0 +1,100 @@
+"""A step under way, and the rows by which its tokens are drawn. Knows whose token each row is; runs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rvllm.engine.request import Request, Sequence
+from rvllm.engine.scheduler import Plan
+from rvllm.program.program import Int32, Step
+from rvllm.sampling.sampler import SamplingRow, changes_logits
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that the model has started.
+
+    members     whose blocks it writes to; `slots`: theirs, in the order of the step
+    asked       its rows and whose they are
+    filled      sequences in which it ends a block, and how many tokens they then have in the cache
+    followable  whether all it does is to draw one token for each sequence, by its logits alone
+    left        steps that may still follow until one of them reaches its length
+    """
+
+    step: Step
+    members: frozenset[Sequence]
+    slots: Int32
+    asked: Asked
+    filled: tuple[tuple[Sequence, int], ...]
+    followable: bool
+    left: int
+    started: Any
+
+
+@dataclass(slots=True)
+class Asked:
+    """The rows of a step: their places in it, how each is drawn, and for whom."""
+
+    places: list[int] = field(default_factory=list)
+    rows: list[SamplingRow] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+
+    def add(self, place: int, row: SamplingRow, sequence: Sequence) -> None:
+        self.places.append(place)
+        self.rows.append(row)
+        self.sequences.append(sequence)
+
+    @property
+    def plain(self) -> bool:
+        """Whether every row draws a token by nothing but its logits."""
+        return not any(row.given_id is not None or changes_logits(row) for row in self.rows)
+
+    @property
+    def left(self) -> int:
+        """Steps beyond this one before one of the sequences reaches its length."""
+        return min((one.limit - len(one.token_ids) for one in self.sequences), default=0) - 1
+
+
+def ask(plan: Plan, starts: Items[int]) -> Asked:
+    """A row for each chunk that finishes, for each fork of its sequence, and for each token that is scored."""
+    asked = Asked()
+    for (sequence, tokens), begin in zip(plan.chunks, starts):
+        if sequence.scored and sequence.scoring:
+            for place, row in enumerate(_scored_rows(sequence, tokens)):
+                asked.add(begin + place, row, sequence)
+        if tokens == len(sequence.token_ids) - sequence.computed:
+            last = begin + tokens - 1
+            asked.add(last, _next_row(sequence), sequence)
+            if sequence.siblings:
+                for sibling in plan.forks:
+                    if sibling.leader is sequence:
+                        asked.add(last, _next_row(sibling), sibling)
+    return asked
+
+
+def first_row(request: Request, forbidden: Items[int], sequence: Sequence) -> SamplingRow:
+    """How the request's first token is drawn. `forbidden`: not before min_tokens tokens."""
+    early = tuple(forbidden) if request.params.min_tokens else ()
+    length = len(request.prompt_ids)
+    return SamplingRow(request.params, request.seed, length, request.prompt_ids, sequence.output_counts, early)
+
+
+def _next_row(sequence: Sequence) -> SamplingRow:
+    """How the sequence's next token is drawn: its own row, counted on."""
+    row = sequence.row
+    assert row is not None
+    row.position = len(sequence.token_ids)
+    if row.forbidden_ids and row.position - len(sequence.request.prompt_ids) >= row.params.min_tokens:
+        row.forbidden_ids = ()
+    return row
+
+
+def _scored_rows(sequence: Sequence, tokens: int) -> list[SamplingRow]:
+    """Rows that draw nothing but score the prompt's own tokens, each behind one of the next `tokens`."""
+    request = sequence.request
+    params = replace(request.params, logprobs=request.params.prompt_logprobs)
+    begin = sequence.computed + 1
+    given = request.prompt_ids[begin : begin + tokens]
+    return [SamplingRow(params, request.seed, begin + i, given_id=token) for i, token in enumerate(given)]
