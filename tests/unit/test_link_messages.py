@@ -116,7 +116,7 @@ def filled(kind: type[Any]) -> Any:
 
 SOME: dict[Any, Any] = {
     bool: True,
-    int: 2**31 - 1,
+    int: 1,  # what any limits allow each other
     float: 0.1,
     str: "ü\0\U0001f336",
     SamplingParams: SamplingParams(**SAMPLING),
@@ -129,6 +129,12 @@ def test_every_field_of_requests_events_limits_and_settings_arrives() -> None:
     assert across(Tokens([event, event])).events == [event, event]
     assert across(Ready(Facts("m", "cpu", limits, 1))).facts.limits == limits
     assert across(Start(config, 5, frozenset({1}))) == Start(config, 5, frozenset({1}))
+
+
+def test_the_largest_numbers_arrive() -> None:
+    for seed in (-(2**63), 2**63 - 1):
+        request = Request("a", (0, 2**31 - 1, 2**63 - 1), SamplingParams(seed=seed), seed)
+        assert across(Submit((request,))).requests == (request,)
 
 
 def test_what_floats_may_be_arrives() -> None:
