@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,17 @@ def test_two_fronts_get_their_own_tokens_and_cannot_touch_each_others(
         first.receive()
     assert numbers(mine.take()) == [(100 + count) % VOCAB for count in range(2000)]
     second.close()
+
+
+def test_completions_of_one_prompt_are_run_together_and_it_is_read_once() -> None:
+    with engine() as (_, client):
+        one, other = (Request(name, (*range(100), 7), SamplingParams(max_tokens=2), 0) for name in "ab")
+        salted = replace(other, id="c", cache_salt="salt")
+        streams = client.submit([one, other, salted, counting("d", 5, 2)])
+        while not all(stream.ended for stream in streams):
+            client.receive()
+        assert [numbers(stream.take()) for stream in streams] == [[8, 9]] * 3 + [[5, 6]]
+        assert client.stats().load.prompt_tokens == 101 + 101 + 2
 
 
 # --- Requests that cannot be run

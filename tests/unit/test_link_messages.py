@@ -53,6 +53,7 @@ SAMPLING: dict[str, Any] = {
     "max_tokens": 9,
     "min_tokens": 4,
     "logprobs": 3,
+    "prompt_logprobs": 2,
     "detokenize": True,
     "skip_special_tokens": False,
     "include_stop_str_in_output": True,
