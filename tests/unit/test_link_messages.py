@@ -109,9 +109,9 @@ def defaults(kind: type[Any]) -> dict[str, Any]:
 
 def filled(kind: type[Any]) -> Any:
     """An instance with no field at its default."""
-    hints = get_type_hints(kind)
-    made = kind(**{name: some(hints[name]) for name in defaults(kind)})
-    assert not [name for name, default in defaults(kind).items() if getattr(made, name) == default], made
+    hints, known = get_type_hints(kind), defaults(kind)
+    made = kind(**{name: not known[name] if hints[name] is bool else some(hints[name]) for name in known})
+    assert not [name for name, default in known.items() if getattr(made, name) == default], made
     return made
 
 
