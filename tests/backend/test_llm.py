@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,21 @@ from tests.fixtures.models import (
 CHILI = "🌶".encode()
 
 
+LOADED: list[LLM] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks() -> Iterator[None]:
+    LOADED.clear()
+    yield
+    for llm in LOADED:
+        llm._engine.check()
+        assert llm._engine.busy or llm._engine.free_blocks == llm._engine.limits.blocks
+
+
 def load(model: TinyModel, **settings: Any) -> LLM:
-    return LLM(str(model.folder), device="cpu", warn=lambda message: None, **settings)
+    LOADED.append(LLM(str(model.folder), device="cpu", warn=lambda message: None, **settings))
+    return LOADED[-1]
 
 
 def greedy(**params: Any) -> SamplingParams:
@@ -136,6 +151,7 @@ def test_chat_and_completion_end_alike(tmp_path: Path) -> None:
 
 
 def test_a_missing_limit_runs_to_the_end_of_the_context(tmp_path: Path) -> None:
+    """B053, B063."""
     llm = load(loop_model(tmp_path), max_model_len=64)
     text, reason, tokens, _ = both_ways(llm, "x", greedy())
     assert (reason, tokens + 1, text) == ("length", 64, "a" * 63)
@@ -151,6 +167,7 @@ def test_a_prompt_that_fills_the_context_is_refused_and_the_next_one_served(tmp_
 
 @pytest.mark.parametrize("ids", [[], [-1], [10**6], [5279552648203111001], [1.5], [True], ["a"]])
 def test_ids_that_are_no_tokens_are_refused(tmp_path: Path, ids: list[Any]) -> None:
+    """B046."""
     llm = load(loop_model(tmp_path))
     with pytest.raises(BadRequest) as refused:
         llm.generate([ids], greedy(max_tokens=1))
@@ -163,6 +180,7 @@ def test_ids_that_are_no_tokens_are_refused(tmp_path: Path, ids: list[Any]) -> N
     [("stop_token_ids", [9999999]), ("logit_bias", {9999999: 5}), ("allowed_token_ids", [511])],
 )
 def test_ids_beyond_the_vocabulary_in_parameters_are_refused(tmp_path: Path, field: str, value: object) -> None:
+    """B023, B045."""
     llm = load(loop_model(tmp_path))
     with pytest.raises(BadRequest) as refused:
         llm.generate("x", greedy(max_tokens=1, **{field: value}))
@@ -170,12 +188,14 @@ def test_ids_beyond_the_vocabulary_in_parameters_are_refused(tmp_path: Path, fie
 
 
 def test_logit_bias_forces_and_forbids(tmp_path: Path) -> None:
+    """B045: valid biases; invalid ones are refused with the parameters."""
     llm = load(loop_model(tmp_path))
     assert both_ways(llm, "x", greedy(max_tokens=3, logit_bias={65: 100}))[0] == "AAA"
     assert "a" not in both_ways(llm, "x", greedy(max_tokens=3, logit_bias={ord("a"): -100}))[0]
 
 
 def test_padded_rows_are_never_drawn(tmp_path: Path) -> None:
+    """B062."""
     model = loop_model(tmp_path, options=Options(padded_rows=64))
     llm = load(model)
     for temperature in (0.0, 2.0):
@@ -188,12 +208,14 @@ def test_padded_rows_are_never_drawn(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("temperature", [1e-4, 1e-8, 1e-45, 5e-324])
 def test_a_tiny_temperature_is_greedy(tmp_path: Path, temperature: float) -> None:
+    """B043."""
     llm = load(random_model(tmp_path))
     params = greedy(temperature=temperature, top_p=0.5, max_tokens=8, ignore_eos=True)
     assert both_ways(llm, "hello", params) == both_ways(llm, "hello", greedy(max_tokens=8, ignore_eos=True))
 
 
 def test_penalties_count_what_they_are_defined_to_count(tmp_path: Path) -> None:
+    """B057."""
     llm = load(two_model(tmp_path))
     found = {
         name: both_ways(llm, "XQ", greedy(max_tokens=1, **{name: value}))[0]
@@ -203,13 +225,15 @@ def test_penalties_count_what_they_are_defined_to_count(tmp_path: Path) -> None:
 
 
 def test_a_seeded_request_draws_the_same_tokens_whoever_is_beside_it(tmp_path: Path) -> None:
+    """B055. Alone, beside 1 to 15 unseeded requests, and beside them and another seeded one."""
     llm = load(random_model(tmp_path), seed=None)
     seeded = SamplingParams(temperature=0.8, seed=42, max_tokens=16, ignore_eos=True)
     alone = llm.generate("prompt", seeded)[0].outputs[0].token_ids
     loose = set()
-    for others in range(1, 6):
-        ids = [llm.encode_prompt("prompt"), *[llm.encode_prompt("other " * i) for i in range(1, others + 1)]]
-        requests = [llm._request(p, seeded if i == 0 else SamplingParams(max_tokens=16)) for i, p in enumerate(ids)]
+    for others in range(1, 16):
+        prompts = [("prompt", seeded), *((f"other {i}", SamplingParams(max_tokens=4)) for i in range(others))]
+        prompts += [("prompt", replace(seeded, seed=7))] * (others % 2)
+        requests = [llm._request(llm.encode_prompt(text), params) for text, params in prompts]
         for request in requests:
             llm._engine.add(request)
         drawn: dict[str, list[int]] = {request.id: [] for request in requests}

@@ -8,6 +8,7 @@ so kernels are held to that distance, not to the same bits.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence as Items
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,8 @@ import pytest
 
 from rvllm.backend.cpu import CpuModel
 from rvllm.backend.cuda.check import Checker
-from rvllm.backend.cuda.lower import FUSIONS
+from rvllm.backend.cuda.context import Graph
+from rvllm.backend.cuda.lower import FUSIONS, Launch
 from rvllm.backend.cuda.model import CudaModel, StepLimits
 from rvllm.backend.cuda.step_block import fill, layout, views
 from rvllm.engine.block_pool import blocks_for
@@ -233,3 +235,55 @@ def test_a_step_that_runs_ahead_draws_what_one_after_the_other_does() -> None:
         return found + [[one.token_id for one in ours.finish(started)] for started in pending]
 
     assert draw(ahead=True) == draw(ahead=False)
+
+
+class CountingDevice(HostDevice):
+    """One whose graphs take memory, and must be given back."""
+
+    def __init__(self) -> None:
+        super().__init__("t80")
+        self.free_bytes = 10 << 30
+        self.graphs = 0
+
+    def capture(self, launches: Items[Launch]) -> Graph:
+        assert launches
+        self.free_bytes -= 1 << 20
+        self.graphs += 1
+        return Graph(self.graphs)
+
+    def forget(self, graph: Graph) -> None:
+        self.free_bytes += 1 << 20
+        self.graphs -= 1
+
+
+def test_a_rehearsal_says_what_graphs_take_and_leaves_nothing_behind() -> None:
+    """B113. Before there are caches; afterwards the model computes as one that had its caches from the start."""
+    source = opened("llama-mha")
+    program = fuse(record(source, dtype=BF16, kv_dtype=BF16, max_length=LONGEST), FUSIONS)
+    checkpoint = weights_for(source, program)
+    sizes = {"limits": limits(), "block_size": BLOCK, "vocab_limit": program.output.sizes({"rows": 1})[1]}
+    device = CountingDevice()
+    counted = CudaModel(program, checkpoint, device, blocks=None, **sizes)
+    before = len(device.launched)
+    assert counted.rehearse(lambda: device.free_bytes) == 4 << 20  # for 1, 2, 4 and 8 sequences
+    assert device.graphs == 0 and device.free_bytes == 10 << 30 and len(device.launched) == before
+    ours = CudaModel(program, checkpoint, HostDevice("t80"), blocks=None, **sizes)
+    ours.rehearse(lambda: 0)
+    ours.allocate_caches(blocks(program))
+    step = step_of([sequence(program, [5, 9, 30], 0)], [3])
+    usual = CudaModel(program, checkpoint, HostDevice("t80"), blocks=blocks(program), **sizes)
+    assert np.array_equal(ours.forward(step), usual.forward(step))
+
+
+def test_a_copied_block_is_read_as_the_one_it_was_copied_from() -> None:
+    source = opened("qwen2-upper-layers-slide")
+    ours = cuda_model(source, BF16, "t80")
+    groups = len(ours.program.cache_groups)
+    row, other = (sequence(ours.program, [5, 9, 30, 7, 8], place) for place in range(2))
+    ours.forward(step_of([row], [5], groups))
+    ours.copy_blocks([(row.blocks[0], other.blocks[0])])
+    other.computed = 5
+    for one in (row, other):
+        one.token_ids.append(11)
+    alone = ours.forward(step_of([row], [1], groups))
+    assert np.array_equal(ours.forward(step_of([other], [1], groups)), alone)
