@@ -142,9 +142,9 @@ class Server:
         events = self._engine.step()
         self._steps += 1
         self._uncollected_steps += 1
+        self.publish(events)
         if self._uncollected_steps >= STEPS_BEFORE_COLLECT:
             self._collect()
-        self.publish(events)
 
     def publish(self, events: list[TokenEvent]) -> None:
         """Send each front what a step made for it, in one message."""
@@ -169,6 +169,8 @@ class Server:
         self._uncollected_steps = 0
 
     def _submit(self, front: Front, request: Request) -> None:
+        if front.closed:  # gone since it sent this
+            return
         try:
             self._add(request)
         except RvllmError as cause:

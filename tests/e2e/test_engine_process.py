@@ -276,6 +276,17 @@ def test_a_front_that_is_killed_takes_its_requests_along_and_hurts_no_other(
         assert at_rest(client.stats())
 
 
+def test_a_front_that_is_gone_before_its_requests_are_read_leaves_none_behind(
+    shared: tuple[EngineProcess, EngineClient],
+) -> None:
+    child, client = shared
+    refused = Request("refused", (), SamplingParams(), 0)  # the answer to it finds nobody
+    with link_to(child.address) as link:
+        link.sendall(frame(Submit((refused, counting("left", 0, MANY)))))
+    list(client.stream(counting("mine", 0, 10)))
+    until(lambda: at_rest(client.stats()))
+
+
 def test_a_front_that_does_not_read_holds_up_nobody_and_is_cut_off_at_the_limit() -> None:
     with engine("most_unread=1000000") as (child, client):
         notes: list[str] = []
