@@ -281,8 +281,12 @@ def test_a_front_that_is_gone_before_its_requests_are_read_leaves_none_behind(
 ) -> None:
     child, client = shared
     refused = Request("refused", (), SamplingParams(), 0)  # the answer to it finds nobody
-    with link_to(child.address) as link:
-        link.sendall(frame(Submit((refused, counting("left", 0, MANY)))))
+    other = EngineClient(link_to(child.address))
+    other.ready()
+    os.kill(child.pid, signal.SIGSTOP)
+    other.submit([refused, counting("left", 0, MANY)])
+    other.close()
+    os.kill(child.pid, signal.SIGCONT)
     list(client.stream(counting("mine", 0, 10)))
     until(lambda: at_rest(client.stats()))
 
