@@ -36,8 +36,8 @@ Say = Callable[[Message], None]
 Load = Callable[[Start, Say], tuple[Engine, Facts]]
 
 
-def main(load_name: str, parent_fd: int, listener_fd: int) -> int:
-    """Run the engine process; its exit code. `load_name`: module:function, `load` below but in tests."""
+def main(loader: str, parent_fd: int, listener_fd: int) -> int:
+    """Run the engine process; its exit code. `loader`: module:function, `load` below but in tests."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     listener = socket.socket(fileno=listener_fd)
     link = socket.socket(fileno=parent_fd)
@@ -46,7 +46,7 @@ def main(load_name: str, parent_fd: int, listener_fd: int) -> int:
     parent = Front(link)
     try:
         start = receive_start(parent)
-        engine, facts = named(load_name)(start, quiet(parent))
+        engine, facts = named(loader)(start, quiet(parent))
         # All that is here now stays: the collector need not look at it again.
         gc.collect()
         gc.freeze()

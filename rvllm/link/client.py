@@ -136,12 +136,11 @@ class Client(ABC):
 
     def submit(self, requests: Sequence[Request]) -> list[Stream]:
         """Run these. Their ids must be unlike all that any front has in the engine. Raises EngineDied, BadRequest."""
+        streams = {request.id: Stream(request.id) for request in requests}
+        assert len(streams) == len(requests) and not streams.keys() & self._streams.keys(), streams.keys()
         self._write(Submit(tuple(requests)))
-        streams = [Stream(request.id) for request in requests]
-        for stream in streams:
-            assert stream.request_id not in self._streams, stream.request_id
-            self._streams[stream.request_id] = stream
-        return streams
+        self._streams.update(streams)
+        return list(streams.values())
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Forget requests, whatever has become of them, and end their streams."""

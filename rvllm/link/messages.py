@@ -29,7 +29,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """An error on its way to another process. `kind` is its class's name."""
+    """An error on its way to another process. `kind` is the name of its class, or of that one's nearest we know."""
 
     kind: str
     message: str
@@ -214,7 +214,9 @@ def failure_of(error: BaseException) -> Failure:
     elif isinstance(error, OSError):
         place = f"{error.filename}: " if error.filename is not None else ""
         message = f"{place}{error.strerror or error}"
-    return Failure(type(error).__name__, message, hint, param)
+    # The nearest class that the other end knows: numpy has a MemoryError of its own.
+    kind = next((one.__name__ for one in type(error).__mro__ if one.__name__ in _KINDS), type(error).__name__)
+    return Failure(kind, message, hint, param)
 
 
 def fatal(error: BaseException) -> Fatal:

@@ -21,7 +21,7 @@ from rvllm.config import EngineConfig
 from rvllm.errors import StartError
 from rvllm.link.messages import Start, frame
 
-LOAD = "rvllm.link.child:load"
+LOADER = "rvllm.link.child:load"
 EXIT_WAIT_S = 1.0
 """From the end of its link to the end of the process."""
 
@@ -33,30 +33,37 @@ _ENTER = (
 
 
 class EngineProcess:
-    """A process that loads an engine and serves it. It ends when `link` is closed, or when this process ends.
+    """A process for an engine, which it loads when told to. It ends when `link` is closed, or when this process ends.
 
-    link      the parent's own link, to be given to a client
-    address   the path of a unix socket at which more fronts may link up, for this user only
+    link      the parent's own link, to be given to a client; whoever holds a copy of it keeps the engine alive
+    address   the path of a unix socket at which more fronts may link up, for this user only; a link made there may
+              also be handed down to the process that is to use it
     """
 
-    def __init__(self, config: EngineConfig, *, vocab_limit: int, eos_ids: frozenset[int], load: str = LOAD) -> None:
-        """Start it, without waiting for it. vocab_limit, eos_ids: the tokenizer's. Raises StartError."""
+    def __init__(self, loader: str = LOADER) -> None:
+        """Start it: it imports what it needs while the parent finds out what to `load`. Raises StartError."""
+        command = [*_python(), "-c", _ENTER, loader]
         listener, self.address = _listen()
         self.link, its_link = socket.socketpair()
         with listener, its_link:
             descriptors = (its_link.fileno(), listener.fileno())
             try:
                 self._process = subprocess.Popen(
-                    [*_python(), "-c", _ENTER, load, *map(str, descriptors), *_paths()],
+                    [*command, *map(str, descriptors), *_paths()],
                     pass_fds=descriptors,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,  # which is for data
                     start_new_session=True,  # Ctrl-C in a terminal is ours to act on
                 )
             except OSError as cause:
+                self.link.close()
                 remove_address(self.address)
                 raise StartError(f"the engine process cannot be started: {cause}") from None
-        self.link.sendall(frame(Start(config, vocab_limit, eos_ids)))
+
+    def load(self, config: EngineConfig, *, vocab_limit: int, eos_ids: frozenset[int]) -> None:
+        """Have it load a model, without waiting for that. vocab_limit, eos_ids: the tokenizer's."""
+        with suppress(OSError):  # it has ended already, which a client tells better
+            self.link.sendall(frame(Start(config, vocab_limit, eos_ids)))
 
     @property
     def pid(self) -> int:

@@ -146,9 +146,9 @@ class Server:
         events = self._engine.step()
         self._steps += 1
         self._uncollected_steps += 1
+        self.publish(events)
         if self._uncollected_steps >= STEPS_BEFORE_COLLECT:
             self._collect()
-        self.publish(events)
 
     def publish(self, events: list[TokenEvent]) -> None:
         """Send each front what a step made for it, in one message."""
@@ -188,6 +188,8 @@ class Server:
             self._add(front, list(group))
 
     def _add(self, front: Front, group: list[Request]) -> None:
+        if front.closed:  # gone since it sent this
+            return
         try:
             self._engine.add(*group)
         except BadRequest as cause:

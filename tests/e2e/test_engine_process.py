@@ -100,7 +100,8 @@ def test_a_real_model_gives_the_same_events_as_in_this_process(tmp_path: Path) -
 
     said: list[str] = []
     eos_ids = frozenset(llm.tokenizer.eos_token_ids)
-    with EngineProcess(EngineConfig(**settings), vocab_limit=llm.tokenizer.vocab_size, eos_ids=eos_ids) as child:
+    with EngineProcess() as child:
+        child.load(EngineConfig(**settings), vocab_limit=llm.tokenizer.vocab_size, eos_ids=eos_ids)
         client = EngineClient(child.link, Parent(progress=lambda label, done, total: said.append(label)))
         assert client.ready().limits == llm._engine.limits
         assert (client.ready().device, set(said)) == ("cpu", {"loading weights"})
@@ -287,6 +288,21 @@ def test_a_front_that_is_killed_takes_its_requests_along_and_hurts_no_other(
         assert at_rest(client.stats())
 
 
+def test_a_front_that_is_gone_before_its_requests_are_read_leaves_none_behind(
+    shared: tuple[EngineProcess, EngineClient],
+) -> None:
+    child, client = shared
+    refused = Request("refused", (), SamplingParams(), 0)  # the answer to it finds nobody
+    other = EngineClient(link_to(child.address))
+    other.ready()
+    os.kill(child.pid, signal.SIGSTOP)
+    other.submit([refused, counting("left", 0, MANY)])
+    other.close()
+    os.kill(child.pid, signal.SIGCONT)
+    list(client.stream(counting("mine", 0, 10)))
+    until(lambda: at_rest(client.stats()))
+
+
 def test_a_front_that_does_not_read_holds_up_nobody_and_is_cut_off_at_the_limit() -> None:
     with engine("most_unread=1000000") as (child, client):
         notes: list[str] = []
@@ -397,12 +413,24 @@ def test_a_start_is_refused_in_the_words_it_has_in_this_process(settings: dict[s
     asked = {"model": str(loop_model(tmp_path).folder), "device": "cpu"} | settings
     with pytest.raises(StartError) as here:
         LLM(**asked)
-    with EngineProcess(EngineConfig(**asked), vocab_limit=100, eos_ids=frozenset()) as child:
+    with EngineProcess() as child:
+        child.load(EngineConfig(**asked), vocab_limit=100, eos_ids=frozenset())
         client = EngineClient(child.link, Parent(death=child.end))
         with pytest.raises(type(here.value)) as there:
             client.ready()
         assert explain(there.value) == explain(here.value)
         until(lambda: child.exit_code() == 1)
+
+
+@pytest.mark.parametrize(("program", "said"), [("", "does not know its own program"), ("/nowhere", "No such file")])
+def test_a_python_that_cannot_be_started_is_told(
+    program: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", program)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(StartError, match=said):
+        EngineProcess()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_fault_of_our_own_at_the_start_is_told_as_one() -> None:

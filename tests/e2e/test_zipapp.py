@@ -179,7 +179,8 @@ from rvllm.link.client import EngineClient, Parent
 from rvllm.link.process import EngineProcess
 from rvllm.sampling.params import SamplingParams
 config = EngineConfig(model={str(model.folder)!r}, device="cpu")
-with EngineProcess(config, vocab_limit={model.vocabulary}, eos_ids=frozenset()) as child:
+with EngineProcess() as child:
+    child.load(config, vocab_limit={model.vocabulary}, eos_ids=frozenset())
     client = EngineClient(child.link, Parent(death=child.end))
     client.ready()
     request = Request("a", (ord("x"),), SamplingParams(temperature=0), 0)

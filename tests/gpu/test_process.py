@@ -114,7 +114,8 @@ def test_an_engine_process_has_the_gpu_though_its_parent_uses_it_and_gives_it_ba
 ) -> None:
     free = gpu.free_bytes()
     config = EngineConfig(str(hello.folder), device="cuda", max_model_len=64, kv_cache_memory_bytes=64 << 20)
-    with EngineProcess(config, vocab_limit=hello.vocabulary, eos_ids=frozenset()) as child:
+    with EngineProcess() as child:
+        child.load(config, vocab_limit=hello.vocabulary, eos_ids=frozenset())
         client = EngineClient(child.link, Parent(death=child.end))
         assert client.ready().device == gpu.gpu.name
         for name in ("first", "second"):

@@ -205,6 +205,10 @@ def test_a_message_with_any_byte_changed_is_a_message_or_malformed() -> None:
 # --- Errors
 
 
+class NumpysMemoryError(MemoryError):
+    """numpy raises a class of its own where there is not enough memory."""
+
+
 def family(kind: type[errors.RvllmError]) -> list[type[errors.RvllmError]]:
     return [kind, *(one for child in kind.__subclasses__() for one in family(child))]
 
@@ -219,7 +223,15 @@ def test_every_error_of_ours_arrives_as_what_it_was(kind: type[errors.RvllmError
 
 
 @pytest.mark.parametrize(
-    "raised", [OSError(2, "No such file", "a/b"), MemoryError("4 GiB"), KeyError("x"), MemoryError()]
+    "raised",
+    [
+        OSError(2, "No such file", "a/b"),
+        MemoryError("4 GiB"),
+        KeyError("x"),
+        MemoryError(),
+        NumpysMemoryError("1 GiB"),
+        FileNotFoundError(2, "No such file"),
+    ],
 )
 def test_errors_of_others_are_told_in_the_same_words_as_in_one_process(raised: Exception) -> None:
     assert explain(error_of(failure_of(raised))) == explain(raised)
