@@ -323,9 +323,9 @@ def test_a_killed_engine_is_known_to_all_fronts_at_once() -> None:
             stream.take()
         with pytest.raises(EngineDied, match="killed by SIGKILL"):
             client.submit([counting("late", 0, 1)])
-        assert other.wait(DEATH_S) == 1
+        assert other.stderr and other.stderr.readline() == "error: the engine process is gone\n"
         assert time.monotonic() - started_s < DEATH_S
-        assert other.stderr and other.stderr.read() == "error: the engine process is gone\n"
+        assert other.wait(LIMIT_S) == 1 and other.stderr.read() == ""
         assert child.exit_code() == -signal.SIGKILL
 
 
@@ -535,10 +535,13 @@ def wakeups(pid: int) -> int:
 def test_an_idle_engine_sleeps(shared: tuple[EngineProcess, EngineClient]) -> None:
     child, client = shared
     list(client.stream(counting("one", 0, 3)))
-    time.sleep(0.1)  # beyond IDLE_BEFORE_COLLECT_S
-    before = wakeups(child.pid)
-    time.sleep(0.3)
-    assert wakeups(child.pid) == before
+
+    def sleeps() -> bool:
+        before = wakeups(child.pid)
+        time.sleep(0.3)
+        return wakeups(child.pid) == before
+
+    until(sleeps, 3)
 
 
 def resident_bytes(pid: int) -> int:
