@@ -23,7 +23,7 @@ from rvllm.config import EngineConfig
 from rvllm.engine.request import Request, TokenEvent
 from rvllm.errors import BadRequest, EngineDied, EngineError, PromptTooLong, StartError
 from rvllm.link.client import AsyncEngineClient, EngineClient, Parent, link_to
-from rvllm.link.messages import MOST_BYTES, Abort, Facts, Shutdown, Stats, Submit, Tokens, frame
+from rvllm.link.messages import MOST_BYTES, Abort, Facts, Message, Shutdown, Stats, Submit, Tokens, frame
 from rvllm.link.process import EngineProcess
 from rvllm.link.server import IDLE_BEFORE_COLLECT_S, Front, Server
 from tests.fixtures.commands import LIMIT_S, environment
@@ -255,6 +255,20 @@ def front(child: EngineProcess, requests: int = 20) -> Iterator[subprocess.Popen
         assert running.stdout and running.stdout.readline() == "going\n"
         yield running
         running.kill()
+
+
+def test_a_request_that_ends_by_itself_is_not_aborted_as_well(
+    shared: tuple[EngineProcess, EngineClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, client = shared
+    said: list[Message] = []
+    write = client._write
+    monkeypatch.setattr(client, "_write", lambda message: (said.append(message), write(message)))
+    for index in range(3):
+        assert len(list(client.stream(counting(f"whole-{index}", 1, 3)))) == 3
+    next(stream := client.stream(counting("part", 1, MANY)))
+    stream.close()  # type: ignore[attr-defined]
+    assert [type(one) for one in said] == [Submit] * 4 + [Abort]
 
 
 def test_a_front_that_is_killed_takes_its_requests_along_and_hurts_no_other(
