@@ -62,7 +62,8 @@ class Parent:
 class Stream:
     """One request's tokens as they come: `take` what is there, or iterate with `async for`.
 
-    It ends with the token that has a finish reason, or when it is aborted; either raises the error that ended it.
+    It ends with the token that has a finish reason, or when it is aborted; either way of reading raises the error that
+    ended it. What nobody reads is kept: no more than the tokens that the request may have.
     """
 
     def __init__(self, request_id: str) -> None:
@@ -280,7 +281,7 @@ class EngineClient(Client):
 
 
 class AsyncEngineClient(Client):
-    """A link that an event loop listens to. For the loop's own thread."""
+    """A link that an event loop listens to, and closes when it ends. For the loop's own thread."""
 
     def __init__(self, parent: Parent = Parent()) -> None:
         super().__init__(parent)
@@ -289,7 +290,7 @@ class AsyncEngineClient(Client):
 
     @classmethod
     async def over(cls, link: socket.socket, parent: Parent = Parent()) -> AsyncEngineClient:
-        """A client that listens to `link` from now on, and closes it in the end."""
+        """A client that listens to `link` from now on."""
         client = cls(parent)
         loop = asyncio.get_running_loop()
         client._transport, _ = await loop.create_unix_connection(lambda: _Listener(client._take), sock=link)
@@ -324,8 +325,6 @@ class AsyncEngineClient(Client):
 
     def close(self) -> None:
         self._end(EngineDied("the link was closed"))
-        if self._transport is not None:
-            self._transport.close()
 
     async def _news(self) -> None:
         """Until something comes but tokens. Raises what ended the link."""
@@ -342,6 +341,8 @@ class AsyncEngineClient(Client):
 
     def _end(self, error: Exception) -> None:
         super()._end(error)
+        if self._transport is not None:
+            self._transport.close()
         self._wake()
 
     def _wake(self) -> None:

@@ -141,9 +141,9 @@ def _python() -> Iterator[str]:
 
 
 def _paths() -> list[str]:
-    """sys.path, with the folder that we come from should an import hook have found us."""
+    """sys.path, with the folder that we come from where an import hook, or the working folder, led to it."""
     home = str(Path(rvllm.__file__).parents[1])
-    return sys.path if home in map(os.path.abspath, sys.path) else [home, *sys.path]
+    return sys.path if home in sys.path else [home, *sys.path]
 
 
 def _signal_name(number: int) -> str:
