@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rvllm import errors
@@ -147,6 +147,7 @@ def test_what_floats_may_be_arrives() -> None:
 # --- Bytes
 
 
+@settings(deadline=None)  # a busy machine is no fault
 @given(cuts=st.lists(st.integers(0, 200), max_size=20))
 def test_messages_are_whole_however_their_bytes_are_cut(cuts: list[int]) -> None:
     said = [Abort(("a",)), Abort(()), Abort(("b" * 50, "c"))]
