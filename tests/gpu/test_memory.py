@@ -89,8 +89,14 @@ sys.stdin.readline()
 
 
 def python(statement: str, *arguments: object) -> subprocess.Popen[str]:
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, "-c", statement, *map(str, arguments)], text=True, **pipes)  # type: ignore[call-overload]
+    return subprocess.Popen(
+        [sys.executable, "-c", statement, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
 
 
 @pytest.mark.gpu

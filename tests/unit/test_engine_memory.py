@@ -376,6 +376,22 @@ def test_several_scored_prompts_that_give_way_are_scored_whole() -> None:
     assert max(rows for _, _, rows in model.steps) <= engine.limits.max_rows and engine.load.preemptions
 
 
+def test_a_scored_prompt_that_gives_way_half_read_is_scored_anew() -> None:
+    engine, _ = made(blocks=12)
+    old, scored = ask("old", ids(10), 80), ask("scored", ids(150, 2), 4, prompt_logprobs=0)
+    engine.add(old)
+    early = [event for _ in range(5) for event in engine.step()]
+    engine.add(scored)
+    sequence, most = engine._known["scored"], 0
+    while not engine.load.preemptions:
+        early += engine.step()
+        most = max(most, len(sequence.scores))
+    assert 0 < most < 149 and sequence.scores == []
+    events = run_all(engine)
+    assert right(scored, events["scored"]) and right(old, [*early, *events["old"]])
+    assert [one.token_id for one in events["scored"][0].prompt_logprobs or ()] == list(scored.prompt_ids[1:])
+
+
 # --- Everything at once
 
 orders = st.lists(
@@ -410,6 +426,8 @@ def test_whatever_happens_every_request_gives_what_it_gives_alone(
     for number, (stem, length, most, heat, count, priority, scored, penalty, abort) in enumerate(asked):
         prompt = [*ids(length // 2, stem), *ids(length - length // 2, 100 + stem + number % 2)]
         terms = {"temperature": heat, "priority": priority, "presence_penalty": penalty, "ignore_eos": number % 2 > 0}
+        if number % 3 == 0:  # the first tokens of the first one may not end it
+            terms |= {"min_tokens": min(most, 2), "stop_token_ids": list(range(0, VOCAB, 2))}
         request = ask("", prompt, most, prompt_logprobs=scored, **terms)
         group = [replace(request, id=f"{number}.{index}", seed=index) for index in range(count)]
         queue.append((number * apart, group, abort))

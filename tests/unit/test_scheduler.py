@@ -164,6 +164,16 @@ def test_a_prompt_is_cut_at_the_same_places_whoever_runs_beside_it(length: int, 
     assert cuts([]) == cuts(others)
 
 
+def test_who_begins_leaves_a_block_for_everyone_that_runs() -> None:
+    now = Situation([(8, 7), (8, 7)], [8], 20, shared=False)  # the two hold two blocks each and will want a third
+    for blocks, begins in ((10, False), (11, True)):  # 4 held, 2 wanted soon, one more each, 3 for who begins
+        now.pool = BlockPool(blocks)
+        for one in now.running:
+            one.blocks = now.pool.take(2)
+        plan = schedule(now.running, now.waiting, now.pool, limits())
+        assert bool(plan.admitted) is begins
+
+
 class PoolMachine(RuleBasedStateMachine):
     """BlockPool beside sets of what is held and what is known."""
 
