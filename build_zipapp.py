@@ -45,6 +45,7 @@ PINS = {
     "cuda-bindings": "12.9.10",
     "jinja2": "3.1.6",
     "markupsafe": "3.0.3",
+    "msgspec": "0.23.0",
     "numpy": "2.4.6",
     "tokenizers": "0.23.3",
 }

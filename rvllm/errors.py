@@ -11,6 +11,7 @@ RvllmError                     carries `message` and, where there is a way out, 
 │   └── DeviceError            no driver, no device, not enough memory
 ├── WrongOutput                a benchmark's output or speed cannot be: no figure is printed, exit code 1
 └── EngineError                the engine failed while serving; requests in flight end with it
+    └── EngineDied             the engine's process, or the link to it, is gone
 """
 
 from __future__ import annotations
@@ -70,3 +71,7 @@ class WrongOutput(RvllmError):
 
 class EngineError(RvllmError):
     """The engine failed while serving."""
+
+
+class EngineDied(EngineError):
+    """The engine's process, or the link to it, is gone; nothing more comes from it."""

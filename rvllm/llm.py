@@ -11,7 +11,7 @@ from typing import Any
 from rvllm.config import DEFAULT_MODEL, EngineConfig
 from rvllm.engine.engine import Engine
 from rvllm.engine.load import load_engine
-from rvllm.engine.request import Request, TokenEvent
+from rvllm.engine.request import Request, TokenEvent, check_request
 from rvllm.errors import BadRequest
 from rvllm.model.files import ModelFiles, Progress, locate, read_json
 from rvllm.model.source import open_source
@@ -258,18 +258,9 @@ class LLM:
     def _request(
         self, prompt_ids: Sequence[int], params: SamplingParams, index: int = 0, terms: _Terms = _Terms()
     ) -> Request:
-        """The index-th of n requests, its id and seed settled. Raises BadRequest for ids that no token has."""
+        """The index-th of n requests, its id and seed settled. Raises BadRequest where the engine cannot run it."""
         limit = self._engine.limits.vocab_limit
-        if not prompt_ids:
-            raise BadRequest("the prompt is empty", param="prompt", hint="give at least one token")
-        for token in prompt_ids:
-            if type(token) is not int or not 0 <= token < limit:
-                raise BadRequest(f"prompt has token id {token!r}, ids are 0 to {limit - 1:,}", param="prompt")
-        params.check_vocabulary(limit)
-        for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > self.config.max_logprobs:
-                most = self.config.max_logprobs
-                raise BadRequest(f"{name} is {getattr(params, name)}, the limit is {most}", param=name)
+        check_request(prompt_ids, params, vocab_limit=limit, max_logprobs=self.config.max_logprobs)
         terms.check()
         self._requests += 1
         name, seed = f"request-{self._requests}", self._seed(params, index)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
+from rvllm.errors import BadRequest
 from rvllm.sampling.params import SamplingParams
 from rvllm.sampling.sampler import Sampled, SamplingRow
 
@@ -23,6 +25,19 @@ class Request:
     seed: int
     priority: int = 0
     cache_salt: str | None = None
+
+
+def check_request(prompt_ids: Items[int], params: SamplingParams, *, vocab_limit: int, max_logprobs: int) -> None:
+    """Raise BadRequest for what no engine of these limits can run, but for length, which is `Engine.add`'s question."""
+    if not prompt_ids:
+        raise BadRequest("the prompt is empty", param="prompt", hint="give at least one token")
+    for token in prompt_ids:
+        if type(token) is not int or not 0 <= token < vocab_limit:
+            raise BadRequest(f"prompt has token id {token!r}, ids are 0 to {vocab_limit - 1:,}", param="prompt")
+    params.check_vocabulary(vocab_limit)
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(params, name) or 0) > max_logprobs:
+            raise BadRequest(f"{name} is {getattr(params, name)}, the limit is {max_logprobs}", param=name)
 
 
 # Not frozen: one is made for every token, and a frozen one takes five times as long.

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rvllm.version import VERSION
+from tests.fixtures.models import EOS, chain_model
 
 pytestmark = pytest.mark.slow
 
@@ -84,6 +85,30 @@ def test_the_installed_command_and_module_run_from_another_folder(environment: P
     for command in ([environment / "rvllm"], [environment / "python", "-I", "-m", "rvllm"]):
         result = subprocess.run([*map(str, command), "--version"], cwd=tmp_path, capture_output=True, encoding="utf-8")
         assert (result.returncode, result.stdout, result.stderr) == (0, f"rvllm {VERSION}\n", "")
+
+
+def test_the_installed_package_runs_an_engine_process(environment: Path, tmp_path: Path) -> None:
+    model = chain_model(tmp_path / "model", ["Paris", ".", EOS])
+    code = f"""
+import rvllm
+from rvllm.config import EngineConfig
+from rvllm.engine.request import Request
+from rvllm.link.client import EngineClient, Parent
+from rvllm.link.process import EngineProcess
+from rvllm.sampling.params import SamplingParams
+config = EngineConfig(model={str(model.folder)!r}, device="cpu")
+with EngineProcess() as child:
+    child.load(config, vocab_limit={model.vocabulary}, eos_ids=frozenset())
+    client = EngineClient(child.link, Parent(death=child.end))
+    client.ready()
+    request = Request("a", (ord("x"),), SamplingParams(temperature=0), 0)
+    print(rvllm.__file__, *(event.token_id for event in client.stream(request)))
+"""
+    command = [str(environment / "python"), "-c", code]
+    result = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, encoding="utf-8")
+    origin, *ids = result.stdout.split()
+    assert origin.startswith(str(environment.parent)), result.stderr
+    assert tuple(map(int, ids)) == model.script
 
 
 def test_the_installed_kernels_can_be_read_as_package_data(environment: Path, tmp_path: Path) -> None:

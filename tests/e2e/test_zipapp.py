@@ -138,17 +138,18 @@ def test_the_second_run_uses_what_the_first_unpacked(archive: Path, cache: Path)
 
 def test_all_libraries_work_from_the_unpacked_build_alone(archive: Path, cache: Path) -> None:
     check = """
-import numpy, tokenizers, jinja2.sandbox, markupsafe._speedups, click, cuda.bindings.driver, cuda.pathfinder
+import numpy, tokenizers, jinja2.sandbox, markupsafe._speedups, msgspec, click, cuda.bindings.driver, cuda.pathfinder
 import rvllm.version, kernels_ptx
 assert numpy.linalg.inv(numpy.eye(3) * 2)[0, 0] == 0.5
 assert numpy.random.default_rng(0).random() < 1 and abs(numpy.fft.fft([1, 2])[0]) == 3
 assert tokenizers.Tokenizer(tokenizers.models.BPE()).to_str()
+assert msgspec.msgpack.decode(msgspec.msgpack.encode({"a": [1]})) == {"a": [1]}
 assert jinja2.sandbox.ImmutableSandboxedEnvironment().from_string("{{ a }}").render(a="x") == "x"
 try:
     cuda.bindings.driver.cuInit(0)  # a machine with the driver
 except cuda.pathfinder.DynamicLibNotFoundError as error:
     assert "libcuda.so.1" in str(error)
-ours = ("numpy", "tokenizers", "jinja2", "markupsafe", "click", "cuda", "rvllm", "kernels_ptx")
+ours = ("numpy", "tokenizers", "jinja2", "markupsafe", "msgspec", "click", "cuda", "rvllm", "kernels_ptx")
 for name, module in list(sys.modules.items()):
     if name.partition(".")[0] in ours and getattr(module, "__file__", None):
         assert module.__file__.startswith(folder), (name, module.__file__)
@@ -166,6 +167,32 @@ def test_a_bare_python_generates_with_it(archive: Path, cache: Path, tmp_path: P
         *bare, archive, "generate", "Capital of France?", "--model", model.folder, "--device", "cpu", cache=cache
     )
     assert (result.stdout, result.returncode) == ("Paris.\n", 0), result.stderr
+
+
+def test_the_engine_process_runs_what_this_process_runs(archive: Path, cache: Path, tmp_path: Path) -> None:
+    model = chain_model(tmp_path / "model", ["Paris", ".", EOS])
+    script = f"""
+from pathlib import Path
+from rvllm.config import EngineConfig
+from rvllm.engine.request import Request
+from rvllm.link.client import EngineClient, Parent
+from rvllm.link.process import EngineProcess
+from rvllm.sampling.params import SamplingParams
+config = EngineConfig(model={str(model.folder)!r}, device="cpu")
+with EngineProcess() as child:
+    child.load(config, vocab_limit={model.vocabulary}, eos_ids=frozenset())
+    client = EngineClient(child.link, Parent(death=child.end))
+    client.ready()
+    request = Request("a", (ord("x"),), SamplingParams(temperature=0), 0)
+    print(*(event.token_id for event in client.stream(request)))
+    for line in Path(f"/proc/{{child.pid}}/maps").read_text().splitlines():
+        path = line.partition("/")[2]
+        if "site-packages" in path or ("numpy" in path and folder not in "/" + path):
+            print(line)
+"""
+    for flags in (["-I", "-S"], []):
+        result = run(sys.executable, *flags, "-c", ENTER + script, archive, cache=cache)
+        assert result.stdout == " ".join(map(str, model.script)) + "\n", result.stderr
 
 
 def test_it_can_be_started_again_from_inside_and_leaves_the_environment_alone(
@@ -477,7 +504,16 @@ def test_no_library_needs_more_than_glibc_2_28_and_the_libstdcxx_of_gcc_8(archiv
 def test_the_licences_of_everything_inside_are_in_one_file(archive: Path) -> None:
     with zipfile.ZipFile(archive) as source:
         text = source.read("LICENSES").decode("utf-8")
-    for title in ("rvllm", "click 8", "cuda_bindings 12", "jinja2 3", "markupsafe 3", "numpy 2", "tokenizers 0"):
+    for title in (
+        "rvllm",
+        "click 8",
+        "cuda_bindings 12",
+        "jinja2 3",
+        "markupsafe 3",
+        "msgspec 0",
+        "numpy 2",
+        "tokenizers 0",
+    ):
         assert re.search(rf"^=+\n{title}[0-9.]*\n=+\n\s*\S", text, re.MULTILINE), title
     for phrase in ("Apache License", "OpenBLAS", "GCC RUNTIME LIBRARY EXCEPTION", "aho-corasick"):
         assert phrase in text, phrase

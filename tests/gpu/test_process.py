@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,11 @@ from rvllm import SamplingParams
 from rvllm.__main__ import Interrupts, run
 from rvllm.backend.cuda.driver import check, devices
 from rvllm.backend.cuda.kernels import FORCED_TIER, Gpu
+from rvllm.config import EngineConfig
+from rvllm.engine.request import Request
 from rvllm.errors import EngineError
+from rvllm.link.client import EngineClient, Parent
+from rvllm.link.process import EngineProcess
 from tests.fixtures.commands import LIMIT_S, environment, rvllm
 from tests.fixtures.models import EOS, TinyModel, chain_model, loop_model
 from tests.gpu.running import Backend
@@ -101,6 +106,28 @@ print("parent", said, "|", text("cuda")[1])
     refused, child, parent = done.stdout.splitlines()
     assert refused.startswith("DeviceError process") and "was forked from process" in refused, done.stderr
     assert (child, parent) == ("child hello there", "parent hello there | hello there")
+
+
+@ON_GPU
+def test_an_engine_process_has_the_gpu_though_its_parent_uses_it_and_gives_it_back_when_killed(
+    gpu: Gpu, hello: TinyModel
+) -> None:
+    free = gpu.free_bytes()
+    config = EngineConfig(str(hello.folder), device="cuda", max_model_len=64, kv_cache_memory_bytes=64 << 20)
+    with EngineProcess() as child:
+        child.load(config, vocab_limit=hello.vocabulary, eos_ids=frozenset())
+        client = EngineClient(child.link, Parent(death=child.end))
+        assert client.ready().device == gpu.gpu.name
+        for name in ("first", "second"):
+            request = Request(name, tuple(hello.ids("x")), SamplingParams(temperature=0, max_tokens=9), 0)
+            assert [event.token_id for event in client.stream(request)] == list(hello.script)
+        assert gpu.free_bytes() < free - (64 << 20)
+        os.kill(child.pid, signal.SIGKILL)
+        assert str(client.wait()) == "the engine process was killed by SIGKILL"
+    end_s = time.monotonic() + 5
+    while gpu.free_bytes() < free - (16 << 20):
+        assert time.monotonic() < end_s, (gpu.free_bytes(), free)
+        time.sleep(0.05)
 
 
 # --- A GPU that is lost while it serves

@@ -7,7 +7,7 @@ import sys
 
 HEAVY = {
     "asyncio", "concurrent", "ctypes", "cuda", "importlib.metadata", "jinja2", "markupsafe", "multiprocessing", "numpy",
-    "readline", "subprocess", "tokenizers",
+    "msgspec", "readline", "subprocess", "tokenizers",
 }  # fmt: skip
 LIGHT_RVLLM = {"rvllm", "rvllm.version"}
 

@@ -12,6 +12,7 @@ LAYERS = [
     "bench",
     "llm",
     "text",
+    "link",
     "engine",
     "backend",
     "model",
