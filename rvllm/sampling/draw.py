@@ -31,8 +31,10 @@ from rvllm.sampling.philox import Int64, uniform, uniform_row
 
 _MASS_UNIT = np.float32(2.0**40)
 _NUCLEUS_SIZES = (1024, 8192)  # most nuclei are small: sorting a few largest logits finds them
-_GROUP_TOKENS = 1 << 14  # kept tokens of the rows that are drawn together
-_LONG_TOKENS = 1 << 10  # from here on a row's numbers are made alone
+_GROUP_VALUES = 16
+_TOGETHER_TOKENS = 1 << 13  # kept tokens of the rows that are drawn together
+_LONG_TOKENS = 1 << 8  # from here on a row's numbers are made alone
+_ROW_PER_ID = 64  # numbers of a row, from id 0 on, that cost what one of an id costs
 _PIECE = 1 << 13  # logits weighed at once: larger arrays leave the cache, and go back to the system each time
 _BOUND_SLACK = 1e-3
 _LOWEST = np.finfo(np.float32).min
@@ -57,16 +59,29 @@ def everything(logits: Float32) -> Kept:
 def keep(logits: Float32, params: SamplingParams) -> Kept:
     """Steps 3 and 4 for one row of processed logits, (vocab,) float32 with a best above -inf."""
     best = logits.max()
+    top_k = params.top_k if params.top_k < logits.size else 0
     floor = np.maximum(_min_p_floor(best, params), _LOWEST)
-    values = logits if logits.min() >= floor else logits[logits >= floor]
-    if 0 < params.top_k < values.size:
-        values = _largest(values, params.top_k)
+    if top_k:
+        floor = np.maximum(floor, _bound(logits, top_k))
+    elif logits.min() >= floor:
+        floor = np.float32(-np.inf)
+    ids = np.flatnonzero(logits >= floor) if floor > -np.inf else range(logits.size)
+    values = logits[ids] if isinstance(ids, np.ndarray) else logits
+    for threshold, count in _cuts(values, best, params, top_k):
+        places = _first(values, threshold, count)
+        ids, values = (ids[places] if isinstance(ids, np.ndarray) else places), values[places]
+    return Kept(ids, values, _scaled(values, best, params.temperature))
+
+
+def _cuts(values: Float32, best: np.float32, params: SamplingParams, top_k: int) -> Iterator[tuple[np.float32, int]]:
+    """For each filter that takes some of `values` away, the lowest value that it leaves and how many."""
+    if 0 < top_k < values.size:
+        values = _largest(values, top_k)
+        yield values.min(), top_k
     if params.top_p < 1:
-        values = _nucleus(values, best, params)
-    if values.size == logits.size:
-        return _all_kept(logits, best, params.temperature)
-    ids = _first(logits, values.min(), values.size)
-    return Kept(ids, logits[ids], _scaled(logits[ids], best, params.temperature))
+        nucleus = _nucleus(values, best, params)
+        if nucleus.size < values.size:
+            yield nucleus[-1], nucleus.size
 
 
 def _all_kept(logits: Float32, best: np.float32, temperature: float) -> Kept:
@@ -84,7 +99,9 @@ def _scaled(logits: Float32, best: np.float32, temperature: float) -> Float32:
     if best == np.inf:
         return np.where(logits == best, np.float32(0), np.float32(-np.inf))
     # Taking the best off before dividing: a tiny temperature then overflows to -inf only, which is chance 0.
-    x: Float32 = (logits - best) / np.float32(temperature)
+    x: Float32 = logits - best
+    if temperature != 1:
+        x /= np.float32(temperature)
     return x
 
 
@@ -102,26 +119,44 @@ def _nucleus(values: Float32, best: np.float32, params: SamplingParams) -> Float
 
 
 def _masses(values: Float32, best: np.float32, temperature: float) -> Int64:
-    weights: Float32 = np.exp(_scaled(values, best, temperature))
-    return (weights * _MASS_UNIT).astype(np.int64)
+    weights = _scaled(values, best, temperature)
+    np.exp(weights, out=weights)
+    weights *= _MASS_UNIT
+    return weights.astype(np.int64)
 
 
 def _largest(values: Float32, count: int) -> Float32:
+    """The `count` largest, in any order."""
     if count >= values.size:
         return values
+    if (bound := _bound(values, count)) > -np.inf:
+        values = values[values >= bound]
     return np.partition(values, values.size - count)[values.size - count :]
 
 
-def _first(logits: Float32, threshold: np.float32, count: int) -> Int64:
-    """The first `count` ids in order of logit descending, id ascending; returned ascending.
+def _bound(values: Float32, count: int) -> np.float32:
+    """A value that at least `count` reach, and where it is cheap to find not many more: -inf where it is not.
 
-    `threshold` is the logit of the last of them.
+    It is the count-th largest of the maxima of groups, each of which is a value of its own.
     """
-    ids = np.flatnonzero(logits >= threshold)
-    surplus = ids.size - count
+    groups = values.size // _GROUP_VALUES
+    if 2 * count > groups:
+        return np.float32(-np.inf)
+    maxima = values[: groups * _GROUP_VALUES].reshape(_GROUP_VALUES, groups).max(axis=0)
+    bound: np.float32 = np.partition(maxima, groups - count)[groups - count]
+    return bound
+
+
+def _first(values: Float32, threshold: np.float32, count: int) -> Int64:
+    """The first `count` places in order of value descending, place ascending; returned ascending.
+
+    `threshold` is the value of the last of them.
+    """
+    places = np.flatnonzero(values >= threshold)
+    surplus = places.size - count
     if surplus == 0:
-        return ids
-    return np.delete(ids, np.flatnonzero(logits[ids] == threshold)[-surplus:])
+        return places
+    return np.delete(places, np.flatnonzero(values[places] == threshold)[-surplus:])
 
 
 def draw(kept: Iterable[Kept], seeds: Sequence[int], positions: Sequence[int]) -> Iterator[tuple[Kept, int]]:
@@ -134,7 +169,7 @@ def draw(kept: Iterable[Kept], seeds: Sequence[int], positions: Sequence[int]) -
     for row, seed, position in zip(kept, seeds, positions):
         group.append((row, seed, position))
         tokens += row.x.size
-        if tokens >= _GROUP_TOKENS:
+        if tokens >= _TOGETHER_TOKENS:
             yield from _draw_group(group)
             group, tokens = [], 0
     yield from _draw_group(group)
@@ -152,9 +187,8 @@ def _draw_group(group: Sequence[tuple[Kept, int, int]]) -> Iterator[tuple[Kept, 
 def _numbers_of_long_row(ids: Int64 | range, seed: int, position: int) -> Float32:
     if isinstance(ids, range):
         return uniform_row(seed, position, len(ids))
-    # Every block of four up to the last id, where that is less work than one block for each id.
     size = int(ids[-1]) + 1
-    return uniform_row(seed, position, size)[ids] if size < 4 * ids.size else uniform(seed, position, ids)
+    return uniform_row(seed, position, size)[ids] if size < _ROW_PER_ID * ids.size else uniform(seed, position, ids)
 
 
 def _scores_of_short_rows(group: Sequence[tuple[Kept, int, int]]) -> list[npt.NDArray[np.float64]]:

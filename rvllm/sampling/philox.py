@@ -1,8 +1,8 @@
-"""Philox4x32-10, the counter-based random numbers of the sampler. Knows seeds and counters; keeps no state.
+"""Philox4x64-10, the counter-based random numbers of the sampler. Knows seeds and counters; keeps no state.
 
 Salmon, Moraes, Dror, Shaw: Parallel Random Numbers: As Easy as 1, 2, 3 (SC 2011), section 3.3. A number is a
 pure function of (seed, position, token id), so a CUDA kernel, in any order and any launch shape, draws the
-same bits as this file.
+same bits as this file. It is numpy's own generator of that name, which makes the numbers of a whole row.
 """
 
 from __future__ import annotations
@@ -18,39 +18,46 @@ UInt64 = npt.NDArray[np.uint64]
 Int64 = npt.NDArray[np.int64]
 Words = tuple[UInt64, UInt64, UInt64, UInt64]
 
+BLOCK_IDS = 8  # token ids that share a counter
 _ROUNDS = 10
-_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
-_KEY_STEPS = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
-_LOW = np.uint64(0xFFFFFFFF)
+_MULTIPLIERS = np.array([[0xD2E7470EE14C6C93], [0xCA5A826395121157]], np.uint64)
+_KEY_STEPS = np.array([[0xBB67AE8584CAA73B], [0x9E3779B97F4A7C15]], np.uint64)
 _HALF = np.uint64(32)
-_PIECE = 1 << 13  # blocks made at once: arrays of 64 KB stay in the cache over the ten rounds
+_LOW = np.uint64(2**32 - 1)
 
 UNIT_MIN = 2.0**-33
 UNIT_MAX = 1.0 - 2.0**-24
 
 
-def philox4x32(counter: Words, key: tuple[UInt64, UInt64]) -> Words:
-    """Ten rounds over arrays of 32-bit words, each held in a uint64. Counters share a shape; keys broadcast to it."""
-    c0, c1, c2, c3 = (word.copy() for word in counter)
-    k0, k1 = key
-    spare0, spare1 = np.empty_like(c0), np.empty_like(c0)
+def philox4x64(counter: Words, key: tuple[UInt64, UInt64]) -> Words:
+    """Ten rounds over arrays of 64-bit words. Counters share a shape (n,); keys have it too, or (1,)."""
+    even, odd = np.stack([counter[0], counter[2]]), np.stack([counter[3], counter[1]])
+    keys = np.stack([key[1], key[0]])
     for _ in range(_ROUNDS):
-        # Six buffers change places: without them, allocating costs as much as the arithmetic.
-        product0 = np.multiply(c0, _MULTIPLIERS[0], out=spare0)
-        product1 = np.multiply(c2, _MULTIPLIERS[1], out=spare1)
-        next0 = np.right_shift(product1, _HALF, out=c0)
-        next0 ^= c1
-        next0 ^= k0
-        next2 = np.right_shift(product0, _HALF, out=c2)
-        next2 ^= c3
-        next2 ^= k1
-        spare0, spare1 = c1, c3
-        product0 &= _LOW
-        product1 &= _LOW
-        c0, c1, c2, c3 = next0, product1, next2, product0
-        k0 = (k0 + _KEY_STEPS[0]) & _LOW
-        k1 = (k1 + _KEY_STEPS[1]) & _LOW
-    return c0, c1, c2, c3
+        high, low = _product(even)
+        # The products change places: what words 0 and 1 become comes from word 2, and the other way round.
+        high ^= odd
+        high ^= keys
+        even, odd = high[::-1], low
+        keys = keys + _KEY_STEPS
+    return even[0], odd[1], even[1], odd[0]
+
+
+def _product(words: UInt64) -> tuple[UInt64, UInt64]:
+    """The upper and the lower 64 bits of words times the multipliers, (2, n)."""
+    wide_low, wide_high = words & _LOW, words >> _HALF
+    low, high = _MULTIPLIERS & _LOW, _MULTIPLIERS >> _HALF
+    middle = wide_low * low
+    middle >>= _HALF
+    middle += wide_high * low
+    rest = middle & _LOW
+    rest += wide_low * high
+    rest >>= _HALF
+    middle >>= _HALF
+    wide_high *= high
+    wide_high += middle
+    wide_high += rest
+    return wide_high, words * _MULTIPLIERS
 
 
 def unit_float(bits: npt.NDArray[np.uint32]) -> Float32:
@@ -61,47 +68,37 @@ def unit_float(bits: npt.NDArray[np.uint32]) -> Float32:
     fused and unfused agree. All 32 bits are used because Gumbel-max reads its rarest outcomes from the
     smallest values: with a step of 2**-24 a tail of tokens of probability 1e-8 would almost never be drawn.
     """
-    spread = bits.astype(np.float32) * np.float32(2.0**-32) + np.float32(UNIT_MIN)
-    return np.minimum(spread, np.float32(UNIT_MAX))
+    spread: Float32 = bits.astype(np.float32)
+    spread *= np.float32(2.0**-32)
+    spread += np.float32(UNIT_MIN)
+    return np.minimum(spread, np.float32(UNIT_MAX), out=spread)
 
 
 def uniform(seed: int | Int64, position: int | Int64, ids: Int64) -> Float32:
     """One number in (0, 1) a token: float32, the shape of `ids` (n,).
 
-    `seed` (int64, any value) and `position` (0 to 2**32 - 1) are single or one a token. The key is the seed's
-    low and high half, the counter (id // 4, position, 0, 0), the word number id % 4 of the four.
+    `seed` (int64, any value) and `position` (0 to 2**32 - 1) are single or one a token. The key is (seed, 0), the
+    counter (id // 8 + 1, position, 0, 0). Of the eight halves of the four words, the lower of each first, it is
+    number id % 8. The counter starts at 1 because numpy's generator counts before it draws.
     """
     assert ids.ndim == 1, ids.shape
-    words = _block_words(_int64s(seed), _int64s(position), ids >> 2)
-    return unit_float(words[np.arange(ids.size), ids & 3])
+    if ids.size == 0:
+        return np.zeros(0, np.float32)
+    # To uint64 a negative seed wraps, as two's complement.
+    key, place = (np.atleast_1d(np.asarray(value, np.int64)).astype(np.uint64) for value in (seed, position))
+    block = (ids // BLOCK_IDS + 1).astype(np.uint64)
+    zero = np.zeros_like(block)
+    counter = (block, np.broadcast_to(place, block.shape), zero, zero)
+    words = np.stack(philox4x64(counter, (key, np.zeros_like(key))), axis=1).view(np.uint32)
+    return unit_float(words[np.arange(ids.size), ids % BLOCK_IDS])
 
 
 def uniform_row(seed: int, position: int, size: int) -> Float32:
-    """What `uniform` gives for ids 0 to size - 1, (size,), with each block of four made once."""
-    blocks = np.arange((size + 3) // 4)
-    return unit_float(_block_words(_int64s(seed), _int64s(position), blocks).reshape(-1)[:size])
-
-
-def _int64s(values: int | Int64) -> Int64:
-    return np.atleast_1d(np.asarray(values, np.int64))
-
-
-def _block_words(seeds: Int64, positions: Int64, blocks: Int64) -> npt.NDArray[np.uint32]:
-    """(n, 4) uint32: the four words of each block (n,); seeds and positions (n,) or (1,)."""
-    words = np.empty((blocks.size, 4), np.uint32)
-    for start in range(0, blocks.size, _PIECE):
-        part = slice(start, start + _PIECE)
-        # To uint64 a negative seed wraps, as two's complement.
-        key, place, block = (_piece(array, part).astype(np.uint64) for array in (seeds, positions, blocks))
-        zero = np.zeros_like(block)
-        counter = (block, np.broadcast_to(place, block.shape), zero, zero)
-        for lane, word in enumerate(philox4x32(counter, (key & _LOW, key >> _HALF))):
-            words[part, lane] = word
-    return words
-
-
-def _piece(array: Int64, part: slice) -> Int64:
-    return array if array.size == 1 else array[part]
+    """What `uniform` gives for ids 0 to size - 1, (size,)."""
+    counter, key = np.array([0, position, 0, 0], np.uint64), np.array([seed % 2**64, 0], np.uint64)
+    generator = np.random.Philox(counter=counter, key=key)
+    words: UInt64 = generator.random_raw(-(-size // BLOCK_IDS) * 4)
+    return unit_float(words.view(np.uint32)[:size])
 
 
 def fresh_seed() -> int:
