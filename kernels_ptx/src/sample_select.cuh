@@ -2,9 +2,10 @@
 // highest eleven bits of the rank down. All sums are integers, so their order is free. One block works on one row.
 #pragma once
 
-#include "sample.cuh"
+#include "sample_edits.cuh"
 
-enum : int { DIGIT_BITS = 11, LISTED = 2048 };
+enum : int { DIGIT_BITS = 11 };
+enum : uint64 { NO_CUT = ~0ull };
 
 DEVICE void clear(Histogram& histogram) {
   uint32* words = histogram.count;
@@ -62,9 +63,7 @@ struct Search {
 
 // A row, and once it is short enough a list of its ranks from `listed_from` on, in any order.
 struct Ranks {
-  const float* row;
-  int limit;
-  bool wide;
+  Row row;
   uint64 listed_from;
 };
 
@@ -77,7 +76,7 @@ DEVICE void visit_ranks(const Search& search, const Ranks& ranks, uint64 lowest,
       if (search.list[i] >= lowest) visit(search.list[i]);
     }
   } else {
-    visit_logits<2>(ranks.row, 0, ranks.limit, ranks.wide, [&](int id, float logit) {
+    ranks.row.visit<2>(0, ranks.row.limit, [&](int id, float logit) {
       const uint64 rank = rank_of(logit, id);
       if (rank >= lowest) visit(rank);
     });
@@ -89,6 +88,16 @@ DEVICE void make_list(Search& search, Ranks& ranks, uint64 lowest) {
   if (thread_index() == 0) search.listed = 0;
   sync_block();
   visit_ranks(search, ranks, lowest, [&](uint64 rank) { search.list[atomic_add(&search.listed, 1u)] = rank; });
+  ranks.listed_from = lowest;
+  sync_block();
+}
+
+// Ranks that other blocks have listed, all of them from `lowest` on.
+DEVICE void take_list(Search& search, Ranks& ranks, const uint64* list, uint32 count, uint64 lowest) {
+  sync_block();
+  if (thread_index() == 0) search.listed = count;
+  NO_UNROLL
+  for (int i = thread_index(); i < int(count); i += thread_count()) search.list[i] = list[i];
   ranks.listed_from = lowest;
   sync_block();
 }
@@ -162,10 +171,12 @@ DEVICE bool find_bin(Search& search, const Weights& weights, uint64& wanted) {
   return true;
 }
 
-// Of the ranks from `lowest` on, the shortest prefix of their order that weighs as much as is wanted: a rank that divides
-// it from the rest. `lowest` where all together do not. `counted`: their histogram by the first digit, or null.
-DEVICE uint64 cut_of(Search& search, Ranks& ranks, uint64 lowest, const Weights& weights, const Histogram* counted) {
-  uint64 low = 0, wanted = 0;
+// Of the ranks from `lowest` on, the shortest prefix of their order that weighs `wanted`, 0: what the weights want of all.
+// Gives a rank that divides it from the rest, NO_CUT where all together weigh less. `counted`: their histogram by the
+// first digit, or null.
+DEVICE uint64 cut_of(Search& search, Ranks& ranks, uint64 lowest, const Weights& weights, uint64 wanted,
+                     const Histogram* counted) {
+  uint64 low = 0;
   uint32 above = 0;  // ranks above the bin
   NO_UNROLL
   for (int width = 64; width > 0;) {
@@ -175,7 +186,7 @@ DEVICE uint64 cut_of(Search& search, Ranks& ranks, uint64 lowest, const Weights&
     } else {
       count_ranks(search, ranks, weights, lowest, low, width, next);
     }
-    if (!find_bin(search, weights, wanted)) return lowest;
+    if (!find_bin(search, weights, wanted)) return NO_CUT;
     low += uint64(BINS - 1 - search.bin) << next;
     wanted -= search.before.weight;
     above += search.before.count;

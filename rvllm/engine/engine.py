@@ -15,7 +15,7 @@ from rvllm.engine.scheduler import Chunk, schedule
 from rvllm.engine.step import build_step
 from rvllm.errors import PromptTooLong
 from rvllm.program.program import Program, Step
-from rvllm.sampling.sampler import Sampled, SamplingRow, changes_logits
+from rvllm.sampling.sampler import Sampled, SamplingRow, needs_last_token
 
 
 class Model(Protocol):
@@ -155,7 +155,7 @@ class Engine:
         if any(len(sequence.token_ids) + 1 >= sequence.limit for sequence in flight.sequences):
             return None
         rows = [self._sampling_row(sequence, 1) for sequence in flight.sequences]
-        if any(changes_logits(row) for row in rows):
+        if any(needs_last_token(row) for row in rows):
             return None
         chunks = [Chunk(sequence, 1) for sequence in flight.sequences]
         step = build_step(chunks, self.limits.block_size)
@@ -192,7 +192,8 @@ class Engine:
                 return
             self._waiting.popleft()
             blocks = tuple(np.array(pool.take(needed), dtype=np.int32) for pool in self._pools)
-            self._running.append(Sequence(request, limit, blocks, list(request.prompt_ids)))
+            slot = min(set(range(self.limits.max_num_seqs)) - {sequence.slot for sequence in self._running})
+            self._running.append(Sequence(request, limit, blocks, list(request.prompt_ids), slot=slot))
 
     def _retire(self, sequence: Sequence, flight: Flight | None) -> None:
         """End a sequence. Its blocks are free now, or when the `flight` that still writes to them has landed."""
@@ -221,6 +222,8 @@ class Engine:
             request.prompt_ids,
             sequence.output_counts,
             tuple(self._stop_ids(request)) if early else (),
+            sequence.slot,
+            output_ids=sequence.output_ids if request.params.bad_words_token_ids else (),
         )
 
     def _accept(self, sequence: Sequence, sampled: Sampled) -> TokenEvent:

@@ -39,6 +39,7 @@ class Sequence:
     """A request in the engine. `token_ids` grows; the first `computed` of them are in the cache.
 
     `limit` is the length at which it ends; `blocks` holds each cache group's block numbers (i32), enough for the limit.
+    `slot` is the sequence's place among those that run, 0 to one below the most.
     """
 
     request: Request
@@ -48,6 +49,7 @@ class Sequence:
     computed: int = 0
     ended: bool = False
     output_counts: Counter[int] = field(default_factory=Counter)  # of the drawn tokens, for penalties
+    slot: int = 0
 
     @property
     def output_ids(self) -> list[int]:
