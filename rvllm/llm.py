@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rvllm.config import DEFAULT_MODEL, EngineConfig
@@ -215,12 +215,24 @@ class LLM:
         for token in prompt_ids:
             if type(token) is not int or not 0 <= token < limit:
                 raise BadRequest(f"prompt has token id {token!r}, ids are 0 to {limit - 1:,}", param="prompt")
+        params = self._with_bad_word_ids(params)
         params.check_vocabulary(limit)
         if (params.logprobs or 0) > self.config.max_logprobs:
             most = self.config.max_logprobs
             raise BadRequest(f"logprobs is {params.logprobs}, the limit is {most}", param="logprobs")
         self._requests += 1
         return Request(f"request-{self._requests}", tuple(prompt_ids), params, self._seed(params, index))
+
+    def _with_bad_word_ids(self, params: SamplingParams) -> SamplingParams:
+        """As in vLLM, a bad word is barred as it stands at the beginning of a text and as it follows a space."""
+        found = list(params.bad_words_token_ids)
+        for word in params.bad_words:
+            for text in (word.lstrip(), " " + word.lstrip()):
+                ids = tuple(self.tokenizer.encode(text, add_special_tokens=False)) if word.strip() else ()
+                if not ids:
+                    raise BadRequest(f"bad_words has {word!r}, which has no tokens", param="bad_words")
+                found.append(ids)
+        return replace(params, bad_words=(), bad_words_token_ids=tuple(dict.fromkeys(found))) if found else params
 
     def _seed(self, params: SamplingParams, index: int) -> int:
         """The request's own seed, else one that follows from the engine's and the request's number, else entropy."""

@@ -19,7 +19,7 @@ lies within 2**-20 of top_p, and where two scores lie within 2**-20 of each othe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,50 +27,53 @@ import numpy.typing as npt
 
 from rvllm.program.dtype import Float32
 from rvllm.sampling.params import SamplingParams
-from rvllm.sampling.philox import Int64, uniform, uniform_row
+from rvllm.sampling.philox import UNIT_MAX, Int64, RowBits, UInt16, UInt32, uniform, uniform_bits, unit_float
 
 _MASS_UNIT = np.float32(2.0**40)
 _NUCLEUS_SIZES = (1024, 8192)  # most nuclei are small: sorting a few largest logits finds them
 _GROUP_VALUES = 16
 _TOGETHER_TOKENS = 1 << 13  # kept tokens of the rows that are drawn together
-_LONG_TOKENS = 1 << 8  # from here on a row's numbers are made alone
-_ROW_PER_ID = 64  # numbers of a row, from id 0 on, that cost what one of an id costs
+_LONG_TOKENS = 1 << 7  # from here on a row's numbers are made alone
+_ROW_PER_ID = 256  # numbers of a row, from id 0 on, that cost what one of an id costs
 _PIECE = 1 << 13  # logits weighed at once: larger arrays leave the cache, and go back to the system each time
 _BOUND_SLACK = 1e-3
+_NO_PLACES = np.zeros(0, np.int64)
+_MOST_ALONE = 16  # ids whose lower bits are made one by one
 _LOWEST = np.finfo(np.float32).min
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
-    """The tokens that may be drawn, (n,) each: ids ascending, their logits, and x of step 3 (best: 0)."""
+    """The tokens that may be drawn, (n,) each: ids ascending, their logits, x of step 3 (best: 0), and exp(x)."""
 
     ids: Int64 | range
     logits: Float32
     x: Float32
+    weights: Float32
 
 
 @np.errstate(over="ignore")
-def everything(logits: Float32) -> Kept:
+def everything(logits: Float32, best: np.float32 | None = None) -> Kept:
     """One row, (vocab,) float32 with a best above -inf, with nothing filtered, at temperature 1."""
-    return _all_kept(logits, logits.max(), 1.0)
+    return _kept(range(logits.size), logits, logits.max() if best is None else best, 1.0)
 
 
 @np.errstate(over="ignore")
-def keep(logits: Float32, params: SamplingParams) -> Kept:
-    """Steps 3 and 4 for one row of processed logits, (vocab,) float32 with a best above -inf."""
-    best = logits.max()
+def keep(logits: Float32, params: SamplingParams, best: np.float32 | None = None) -> Kept:
+    """Steps 3 and 4 for one row of processed logits, (vocab,) float32 with a `best` above -inf."""
     top_k = params.top_k if params.top_k < logits.size else 0
-    floor = np.maximum(_min_p_floor(best, params), _LOWEST)
-    if top_k:
-        floor = np.maximum(floor, _bound(logits, top_k))
-    elif logits.min() >= floor:
-        floor = np.float32(-np.inf)
-    ids = np.flatnonzero(logits >= floor) if floor > -np.inf else range(logits.size)
+    floor = _bound(logits, top_k) if top_k else np.float32(-np.inf)
+    ids: Int64 | range = np.flatnonzero(logits >= floor) if floor > -np.inf else range(logits.size)
     values = logits[ids] if isinstance(ids, np.ndarray) else logits
+    best = values.max() if best is None else best
+    floor = max(_min_p_floor(best, params), _LOWEST)
+    if values.min() < floor:
+        places = np.flatnonzero(values >= floor)
+        ids, values = (ids[places] if isinstance(ids, np.ndarray) else places), values[places]
     for threshold, count in _cuts(values, best, params, top_k):
         places = _first(values, threshold, count)
         ids, values = (ids[places] if isinstance(ids, np.ndarray) else places), values[places]
-    return Kept(ids, values, _scaled(values, best, params.temperature))
+    return _kept(ids, values, best, params.temperature)
 
 
 def _cuts(values: Float32, best: np.float32, params: SamplingParams, top_k: int) -> Iterator[tuple[np.float32, int]]:
@@ -84,8 +87,9 @@ def _cuts(values: Float32, best: np.float32, params: SamplingParams, top_k: int)
             yield nucleus[-1], nucleus.size
 
 
-def _all_kept(logits: Float32, best: np.float32, temperature: float) -> Kept:
-    return Kept(range(logits.size), logits, _scaled(logits, best, temperature))
+def _kept(ids: Int64 | range, logits: Float32, best: np.float32, temperature: float) -> Kept:
+    x = _scaled(logits, best, temperature)
+    return Kept(ids, logits, x, np.exp(x))
 
 
 def _min_p_floor(best: np.float32, params: SamplingParams) -> np.float32:
@@ -166,29 +170,42 @@ def draw(kept: Iterable[Kept], seeds: Sequence[int], positions: Sequence[int]) -
     """
     group: list[tuple[Kept, int, int]] = []
     tokens = 0
+    numbers = RowBits()
     for row, seed, position in zip(kept, seeds, positions):
         group.append((row, seed, position))
         tokens += row.x.size
         if tokens >= _TOGETHER_TOKENS:
-            yield from _draw_group(group)
+            yield from _draw_group(group, numbers)
             group, tokens = [], 0
-    yield from _draw_group(group)
+    yield from _draw_group(group, numbers)
 
 
-def _draw_group(group: Sequence[tuple[Kept, int, int]]) -> Iterator[tuple[Kept, int]]:
+def _draw_group(group: Sequence[tuple[Kept, int, int]], numbers: RowBits) -> Iterator[tuple[Kept, int]]:
     scores = iter(_scores_of_short_rows([one for one in group if one[0].x.size < _LONG_TOKENS]))
     for row, seed, position in group:
         if row.x.size < _LONG_TOKENS:
             yield row, int(next(scores).argmax())
         else:
-            yield row, _winner(row.x, _numbers_of_long_row(row.ids, seed, position))
+            yield row, _draw_long_row(row, seed, position, numbers)
 
 
-def _numbers_of_long_row(ids: Int64 | range, seed: int, position: int) -> Float32:
-    if isinstance(ids, range):
-        return uniform_row(seed, position, len(ids))
-    size = int(ids[-1]) + 1
-    return uniform_row(seed, position, size)[ids] if size < _ROW_PER_ID * ids.size else uniform(seed, position, ids)
+def _draw_long_row(row: Kept, seed: int, position: int, numbers: RowBits) -> int:
+    if isinstance(row.ids, range):
+        high = numbers.high(seed, position, len(row.ids))
+    else:
+        size = int(row.ids[-1]) + 1
+        if size >= _ROW_PER_ID * row.ids.size:
+            return int(_scores(row.x, uniform(seed, position, row.ids)).argmax())
+        high = numbers.high(seed, position, size)[row.ids]
+
+    def bits(places: Int64) -> UInt32:
+        ids = [int(row.ids[place]) for place in places]
+        if ids and len(ids) > _MOST_ALONE:
+            return uniform_bits(seed, position, np.array(ids))
+        low = [numbers.low(seed, position, token) for token in ids]
+        return high[places].astype(np.uint32) << np.uint32(16) | np.array(low, np.uint32)
+
+    return _winner(row.x, row.weights, high, bits)
 
 
 def _scores_of_short_rows(group: Sequence[tuple[Kept, int, int]]) -> list[npt.NDArray[np.float64]]:
@@ -202,18 +219,24 @@ def _scores_of_short_rows(group: Sequence[tuple[Kept, int, int]]) -> list[npt.ND
     return np.split(scores, np.cumsum(lengths)[:-1])
 
 
-def _winner(x: Float32, numbers: Float32) -> int:
-    """The place of the largest x + g; x: (n,) with a 0, numbers: (n,) in (0, 1).
+def _winner(x: Float32, weights: Float32, high: UInt16, bits: Callable[[Int64], UInt32]) -> int:
+    """The place of the largest x + g; x: (n,) with a 0, weights: exp(x), high: the upper halves of the bits.
 
-    -ln(1 - v) > v, so x - ln(v) bounds a score from above, and in float32 it is cheap. Only the places whose
-    bound reaches the score of the best bound are computed in full.
+    -ln(1 - v) > v, so exp(score) < weights / v, and v is at least high / 2**16. Only the places where that reaches the
+    least score of a likely one are computed in full, and those where high is 0, of which there is one in 2**16. (The
+    winner's x is above -26, far from where exp underflows.)
     """
-    bound = x - np.log(numbers)
-    likely = int(bound.argmax())
-    # The winner's score is between -3 and 23, where bounds in float32 err by less than 1e-5.
-    least = _scores(x[likely : likely + 1], numbers[likely : likely + 1])[0] - _BOUND_SLACK
-    places = np.flatnonzero(bound >= np.float32(least))
-    return int(places[_scores(x[places], numbers[places]).argmax()])
+    zeros = np.flatnonzero(high == 0) if high.min() == 0 else _NO_PLACES
+    most: Float32 = high.astype(np.float32)
+    most[zeros] = 0.5
+    np.divide(weights, most, out=most)
+    likely = int(most.argmax())
+    number = min((int(high[likely]) + 1) * 2.0**-16, UNIT_MAX)
+    score = float(x[likely]) - math.log(-math.log1p(-number))
+    places = np.flatnonzero(most >= np.float32(math.exp(score - _BOUND_SLACK) * 2.0**-16))
+    if zeros.size:
+        places = np.union1d(places, zeros)
+    return int(places[_scores(x[places], unit_float(bits(places))).argmax()])
 
 
 def _scores(x: Float32, numbers: Float32) -> npt.NDArray[np.float64]:
@@ -225,9 +248,9 @@ def _scores(x: Float32, numbers: Float32) -> npt.NDArray[np.float64]:
 def log_softmax(kept: Kept, place: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
     """ln softmax over `kept`: at `place`, and the `count` best (id, logprob), high to low, ties by id.
 
-    The terms of the sum are float32, the sum float64: the error is below 1e-6. -inf is never listed.
+    The sum is float32, by halves: 24 roundings at most of 32,000 terms, an error below 2e-6. -inf is never listed.
     """
-    normaliser = math.log(np.exp(kept.x).sum(dtype=np.float64))
+    normaliser = math.log(float(kept.weights.sum()))
     own = float(kept.x[place]) - normaliser
     if count == 0:
         return own, ()

@@ -15,10 +15,13 @@ import numpy.typing as npt
 from rvllm.program.dtype import Float32
 
 UInt64 = npt.NDArray[np.uint64]
+UInt16 = npt.NDArray[np.uint16]
+UInt32 = npt.NDArray[np.uint32]
 Int64 = npt.NDArray[np.int64]
 Words = tuple[UInt64, UInt64, UInt64, UInt64]
 
-BLOCK_IDS = 8  # token ids that share a counter
+BLOCK_IDS = 16  # token ids that share a counter
+_HIGH, _LOW_PART = 0, 1
 _ROUNDS = 10
 _MULTIPLIERS = np.array([[0xD2E7470EE14C6C93], [0xCA5A826395121157]], np.uint64)
 _KEY_STEPS = np.array([[0xBB67AE8584CAA73B], [0x9E3779B97F4A7C15]], np.uint64)
@@ -60,7 +63,7 @@ def _product(words: UInt64) -> tuple[UInt64, UInt64]:
     return wide_high, words * _MULTIPLIERS
 
 
-def unit_float(bits: npt.NDArray[np.uint32]) -> Float32:
+def unit_float(bits: UInt32) -> Float32:
     """32 random bits as float32 in [2**-33, 1 - 2**-24], strictly between 0 and 1.
 
     min(float32(bits) * 2**-32 + 2**-33, 1 - 2**-24), each operation rounded to nearest even. In CUDA:
@@ -75,30 +78,53 @@ def unit_float(bits: npt.NDArray[np.uint32]) -> Float32:
 
 
 def uniform(seed: int | Int64, position: int | Int64, ids: Int64) -> Float32:
-    """One number in (0, 1) a token: float32, the shape of `ids` (n,).
+    """One number in (0, 1) a token: float32, the shape of `ids` (n,); see `uniform_bits`."""
+    return unit_float(uniform_bits(seed, position, ids))
 
-    `seed` (int64, any value) and `position` (0 to 2**32 - 1) are single or one a token. The key is (seed, 0), the
-    counter (id // 8 + 1, position, 0, 0). Of the eight halves of the four words, the lower of each first, it is
-    number id % 8. The counter starts at 1 because numpy's generator counts before it draws.
+
+def uniform_bits(seed: int | Int64, position: int | Int64, ids: Int64) -> UInt32:
+    """32 random bits a token, the shape of `ids` (n,).
+
+    `seed` (int64, any value) and `position` (0 to 2**32 - 1) are single or one a token. The upper half is number
+    id % 16 of the sixteen quarters of the words, the lowest of each first, of the counter (id // 16 + 1, position, 0,
+    0) under the key (seed, 0); the lower half is the same of (id // 16 + 1, position, 1, 0). In two parts, because
+    where many tokens are drawn from the upper halves leave few that can win. The counter starts at 1 because numpy's
+    generator counts before it draws.
     """
     assert ids.ndim == 1, ids.shape
     if ids.size == 0:
-        return np.zeros(0, np.float32)
+        return np.zeros(0, np.uint32)
     # To uint64 a negative seed wraps, as two's complement.
-    key, place = (np.atleast_1d(np.asarray(value, np.int64)).astype(np.uint64) for value in (seed, position))
-    block = (ids // BLOCK_IDS + 1).astype(np.uint64)
-    zero = np.zeros_like(block)
-    counter = (block, np.broadcast_to(place, block.shape), zero, zero)
-    words = np.stack(philox4x64(counter, (key, np.zeros_like(key))), axis=1).view(np.uint32)
-    return unit_float(words[np.arange(ids.size), ids % BLOCK_IDS])
+    pair = [np.broadcast_to(np.asarray(value, np.int64), ids.shape) for value in (seed, position)]
+    key, place, block = (np.tile(one, 2).astype(np.uint64) for one in (*pair, ids // BLOCK_IDS + 1))
+    part = np.repeat(np.array([_HIGH, _LOW_PART], np.uint64), ids.size)
+    words = philox4x64((block, place, part, np.zeros_like(block)), (key, np.zeros_like(key)))
+    quarters = np.stack(words, axis=1).view(np.uint16)
+    high, low = quarters[np.arange(2 * ids.size), np.tile(ids % BLOCK_IDS, 2)].astype(np.uint32).reshape(2, -1)
+    return high << np.uint32(16) | low
 
 
-def uniform_row(seed: int, position: int, size: int) -> Float32:
-    """What `uniform` gives for ids 0 to size - 1, (size,)."""
-    counter, key = np.array([0, position, 0, 0], np.uint64), np.array([seed % 2**64, 0], np.uint64)
-    generator = np.random.Philox(counter=counter, key=key)
-    words: UInt64 = generator.random_raw(-(-size // BLOCK_IDS) * 4)
-    return unit_float(words.view(np.uint32)[:size])
+class RowBits:
+    """The bits of whole rows, by numpy's generator: one object is moved from row to row, since a new one is dear."""
+
+    def __init__(self) -> None:
+        self._generator = np.random.Philox(0)
+        self._state = self._generator.state
+
+    def high(self, seed: int, position: int, size: int) -> UInt16:
+        """The upper halves of what `uniform_bits` gives for ids 0 to size - 1, (size,)."""
+        return self._quarters(seed, position, _HIGH, 0, -(-size // BLOCK_IDS))[:size]
+
+    def low(self, seed: int, position: int, token: int) -> int:
+        """The lower half of one id."""
+        return int(self._quarters(seed, position, _LOW_PART, token // BLOCK_IDS, 1)[token % BLOCK_IDS])
+
+    def _quarters(self, seed: int, position: int, part: int, block: int, blocks: int) -> UInt16:
+        counter, key = np.array([block, position, part, 0], np.uint64), np.array([seed % 2**64, 0], np.uint64)
+        self._state["state"] = {"counter": counter, "key": key}
+        self._generator.state = self._state
+        words: UInt64 = self._generator.random_raw(4 * blocks)
+        return words.view(np.uint16)
 
 
 def fresh_seed() -> int:

@@ -1,4 +1,4 @@
-"""One token for each row of logits: for the engine, and for the Python API. Knows no text and no device.
+"""One token for each row of logits. Knows no text and no device.
 
 The definition, in numpy, of what a request's history and wishes do to its logits; device kernels are held to it.
 Per row of float32 logits, cut at the vocabulary limit (ids beyond have no token and are never drawn or listed):
@@ -16,19 +16,18 @@ step 1, as vLLM's are by default. A row whose token is given is drawn from nothi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from rvllm.errors import BadRequest, EngineError
+from rvllm.errors import EngineError
 from rvllm.program.dtype import Float32
-from rvllm.sampling.draw import Kept, draw, everything, keep, log_softmax
-from rvllm.sampling.params import GREEDY_TEMPERATURE, SamplingParams
-from rvllm.sampling.philox import Int64, fresh_seed, offset_seed
+from rvllm.sampling.draw import draw, everything, keep, log_softmax
+from rvllm.sampling.params import SamplingParams
+from rvllm.sampling.philox import Int64
 
-Row = Sequence[float] | npt.NDArray[np.floating]
 Mask = npt.NDArray[np.uint32]
 
 
@@ -189,7 +188,10 @@ def _penalise(logits: Float32, row: SamplingRow) -> None:
 def penalise(
     logits: Float32, params: SamplingParams, prompt: Sequence[int] | Int64, ids: Int64, times: Float32
 ) -> None:
-    """Step 2 in place, of one row; `ids` (n,) stand `times` (n,) in the output, each of them once here."""
+    """Step 2 in place, of one row; `ids` (n,) stand `times` (n,) in the output, each of them once here.
+
+    Without a frequency penalty `times` is not read, and ids may stand here more than once.
+    """
     if params.repetition_penalty != 1:
         # Each assignment below reads the old value: an id that stands here twice is penalised once.
         seen = np.concatenate([_below(logits.size, prompt), ids])
@@ -217,87 +219,3 @@ def _sampled(logits: Float32, row: SamplingRow, token: int) -> Sampled:
     if row.logprobs is None:
         return Sampled(token)
     return Sampled(token, *log_softmax(everything(logits), token, row.logprobs))
-
-
-@dataclass(frozen=True, slots=True)
-class SamplerOutput:
-    """The token, its ln probability, and the k best (id, ln probability), high to low, ties by id.
-
-    With temperature 0 of the given logits; above, of the distribution that was drawn from: after temperature,
-    min_p, top_k and top_p.
-    """
-
-    token_id: int
-    logprob: float
-    top_logprobs: tuple[tuple[int, float], ...]
-
-
-class Sampler:
-    """Draws one token from one row of logits on this machine's CPU. Keeps no state."""
-
-    def sample(
-        self,
-        logits: Row,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        seed: int | None = None,
-        logprobs: int | None = None,
-    ) -> SamplerOutput:
-        """Choose a token. logits: (vocab,) numbers, rounded to float32; `seed` None: by the system's entropy.
-
-        `logprobs` k lists the k best. Raises BadRequest where a parameter is out of range, the logits are no
-        row of numbers, or they leave no token to draw.
-        """
-        params = SamplingParams(
-            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, logprobs=logprobs
-        )
-        return _sample([logits], params)[0]
-
-
-def sample_batch(
-    logits_batch: Iterable[Row],
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    min_p: float = 0.0,
-    seed: int | None = None,
-) -> list[SamplerOutput]:
-    """Choose a token a row: row i gets what `Sampler.sample` gives with seed + i, wrapping within int64.
-
-    logits_batch: (rows, vocab) as one array, or rows one by one, each of its own length.
-    """
-    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
-    return _sample(logits_batch, params)
-
-
-def _sample(batch: Iterable[Row], params: SamplingParams) -> list[SamplerOutput]:
-    rows = [_row(row) for row in batch]
-    drawn: Iterable[tuple[Kept, int]]
-    if params.temperature < GREEDY_TEMPERATURE:
-        drawn = ((everything(row), int(row.argmax())) for row in rows)
-    else:
-        first = fresh_seed() if params.seed is None else params.seed
-        seeds = [offset_seed(first, index) for index in range(len(rows))]
-        drawn = draw((keep(row, params) for row in rows), seeds, [0] * len(rows))
-    count = params.logprobs or 0
-    return [SamplerOutput(int(kept.ids[place]), *log_softmax(kept, place, count)) for kept, place in drawn]
-
-
-def _row(given: Row) -> Float32:
-    try:
-        with np.errstate(over="ignore"):
-            row = np.asarray(given, np.float32)
-    except (TypeError, ValueError) as cause:
-        raise BadRequest("logits are not all numbers", param="logits") from cause
-    if row.ndim != 1 or row.size == 0:
-        raise BadRequest(
-            f"logits have shape {row.shape}, the limit is one row of at least one number",
-            param="logits",
-            hint="sample takes one row, sample_batch takes a list of rows",
-        )
-    best = row.max()
-    if np.isnan(best) or best == -np.inf:
-        raise BadRequest(f"the largest logit is {best}, so no token can be drawn", param="logits")
-    return row

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rvllm.sampling.philox import fresh_seed, offset_seed, philox4x64, uniform, uniform_row, unit_float
+from rvllm.sampling.philox import RowBits, fresh_seed, offset_seed, philox4x64, uniform, uniform_bits, unit_float
 
 ONES = 2**64 - 1
 
@@ -54,12 +54,14 @@ def test_many_counters_at_once_give_the_words_of_each_alone():
 @pytest.mark.parametrize("seed", [0, 1, -1, -(2**63), 2**63 - 1, 0x0123456789ABCDEF])
 @pytest.mark.parametrize("position", [0, 7, 2**32 - 1])
 def test_uniform_reads_the_word_that_its_docstring_names(seed, position):
-    ids = [0, 1, 7, 8, 4, 1021, 131_071]
+    ids = [0, 1, 7, 8, 15, 16, 1021, 131_071]
     bits = []
     for token in ids:
-        words = integer_philox((token // 8 + 1, position, 0, 0), (seed % 2**64, 0))
-        halves = [half for word in words for half in (word % 2**32, word >> 32)]
-        bits.append(halves[token % 8])
+        halves = []
+        for part in (0, 1):
+            words = integer_philox((token // 16 + 1, position, part, 0), (seed % 2**64, 0))
+            halves.append(words[token % 16 // 4] >> 16 * (token % 4) & 0xFFFF)
+        bits.append(halves[0] << 16 | halves[1])
     expected = unit_float(np.array(bits, np.uint32))
     assert uniform(seed, position, np.array(ids)).tolist() == expected.tolist()
 
@@ -70,10 +72,13 @@ def test_uniform_takes_a_seed_and_a_position_for_each_token():
     assert uniform(seeds, positions, ids).tolist() == [float(number) for number in alone]
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 8, 9, 40_001])
-def test_a_whole_row_gets_the_numbers_that_its_ids_get(size):
+@pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 4001])
+def test_a_whole_row_gets_the_bits_that_its_ids_get(size):
+    row = RowBits()
     for seed in (-3, 5, 2**63 - 1, -(2**63)):
-        assert np.array_equal(uniform_row(seed, 11, size), uniform(seed, 11, np.arange(size)))
+        bits = uniform_bits(seed, 11, np.arange(size))
+        assert np.array_equal(row.high(seed, 11, size), bits >> 16)
+        assert row.low(seed, 11, size - 1) == bits[-1] & 0xFFFF
 
 
 def test_numpys_generator_of_that_name_gives_the_same_words():
@@ -101,8 +106,9 @@ def test_unit_floats_are_rounded_as_the_fused_cuda_form_rounds_them():
 
 def test_numbers_of_neighbouring_seeds_positions_and_ids_are_uncorrelated():
     count = 100_000
-    base = uniform_row(1, 1, count)
-    others = [uniform_row(2, 1, count), uniform_row(1, 2, count), np.roll(base, 1), uniform_row(1 + 2**32, 1, count)]
+    ids = np.arange(count)
+    base = uniform(1, 1, ids)
+    others = [uniform(2, 1, ids), uniform(1, 2, ids), np.roll(base, 1), uniform(1 + 2**32, 1, ids)]
     for other in others:
         # The correlation of n independent pairs has deviation n**-0.5; six of them: chance 2e-9 each.
         assert abs(np.corrcoef(base, other)[0, 1]) < 6 * count**-0.5

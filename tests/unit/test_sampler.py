@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rvllm.errors import BadRequest, EngineError
+from rvllm.sampling.api import Sampler, sample_batch
 from rvllm.sampling.draw import draw, keep
 from rvllm.sampling.params import SamplingParams
 from rvllm.sampling.philox import uniform
-from rvllm.sampling.sampler import Sampler, SamplingRow, process_logits, sample_batch, sample_rows
+from rvllm.sampling.sampler import SamplingRow, process_logits, sample_rows
 
 INFINITY = float("inf")
 DRAWS = 20_000
