@@ -6,8 +6,9 @@
 On the host both sides give a token and its log-probability a row, on one thread; plain numpy is a softmax in float64,
 a sort, a cumulative sum and a choice. Ours makes a random number for every kept token, where a choice needs one a row:
 the price, seen where no filter is set, of a token that does not depend on batch, order or device. So a draw is timed
-twice: beside a choice, and beside the same rule (Gumbel-max) in plain numpy. Outputs are checked first; where they are wrong the run ends with exit code 1
-before that case is timed. Times are CPU seconds, medians of runs that take turns. The last line is JSON.
+twice: beside a choice, and beside the same rule (Gumbel-max) in plain numpy. Outputs are checked first; where they are
+wrong the run ends with exit code 1 before that case is timed. Times are CPU seconds, medians of runs that take turns.
+The last line is JSON.
 """
 
 from __future__ import annotations

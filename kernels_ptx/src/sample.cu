@@ -20,8 +20,8 @@
 // logprobs (rows) f32, where the row asks. top_ids i32 and top_logprobs f32, (rows, 20): the first n of each where the
 //   row asks for n <= 20, high to low, ties by id; where there are fewer, -1 and -inf. Nothing else is written, but the
 //   drawn token is counted in the slot of a row with penalties (sample_edits.cuh).
-// launch: scan, weigh, draw: grid (1..units, rows), block 256, draw's grid also the same in finish as `slices`; bound,
-//   finish: grid (rows), block 512. No dynamic shared memory. Any power of two from 32 to those numbers of threads, and any
+// launch: scan, weigh, draw: grid (1..units, rows), block 256, with draw's number of blocks as `slices` of finish; bound:
+//   grid (rows), block 512; finish: grid (rows), block 256. No dynamic shared memory. Any power of two from 32 to those numbers of threads, and any
 //   number of blocks, gives the same bits.
 // bound: 4 vocab bytes a row each for scan, weigh and draw; some 30 integer operations a token that is drawn from.
 // assumes: logits and workspace start on 16 bytes, parameters on 8; vocab_limit <= vocab; rows <= 65535; no two rows with
@@ -334,20 +334,20 @@ DEVICE Draw draw_between(const Row& row, const Parameters& p, uint32 position, f
     float logit[BLOCK_IDS];
     uint32 kept = 0;
     UNROLL
-    for (int half = 0; half < 2; ++half) {
-      const int from = first + 4 * half;
+    for (int part = 0; part < BLOCK_IDS / 4; ++part) {
+      const int from = first + 4 * part;
       const Four four = from < end ? row.four(from) : Four{};
       UNROLL
       for (int i = 0; i < 4; ++i) {
-        logit[4 * half + i] = four.at[i];
-        if (from + i < end && rank_of(four.at[i], from + i) >= cut) kept |= 1u << (4 * half + i);
+        logit[4 * part + i] = four.at[i];
+        if (from + i < end && rank_of(four.at[i], from + i) >= cut) kept |= 1u << (4 * part + i);
       }
     }
     if (kept == 0) continue;
-    const Words8 bits = philox(p.seed, position, uint32(first / BLOCK_IDS));
+    const Bits bits = random_bits(p.seed, position, first / BLOCK_IDS);
     UNROLL
     for (int i = 0; i < BLOCK_IDS; ++i) {
-      if (kept >> i & 1) draw.see(first + i, scaled(logit[i], best, p.temperature), unit_float(bits.word[i]));
+      if (kept >> i & 1) draw.see(first + i, scaled(logit[i], best, p.temperature), unit_float(bits.of(i)));
     }
   }
   return draw;
@@ -377,10 +377,10 @@ DEVICE Draw draw_listed(const Search& search, const Ranks& ranks, const Paramete
   Draw draw = no_draw();
   visit_ranks(search, ranks, cut, [&](uint64 rank) {
     const int id = id_of(rank);
-    const Words8 bits = philox(p.seed, position, uint32(id / BLOCK_IDS));
+    const Bits bits = random_bits(p.seed, position, id / BLOCK_IDS);
     uint32 own = 0;
     UNROLL
-    for (int i = 0; i < BLOCK_IDS; ++i) own = id % BLOCK_IDS == i ? bits.word[i] : own;
+    for (int i = 0; i < BLOCK_IDS; ++i) own = id % BLOCK_IDS == i ? bits.of(i) : own;
     draw.see(id, scaled(logit_of(rank), best, p.temperature), unit_float(own));
   });
   return draw;
@@ -455,7 +455,7 @@ DEVICE void list_best(Search& search, const Workspace& work, const Row& row, con
   });
 }
 
-KERNEL(512)
+KERNEL(256)
 void sample_finish(const float* logits, const void* parameters, const uint32* positions, unsigned char* workspace,
                    int* tokens, int* next_ids, float* logprobs, int* top_ids, float* top_logprobs, int slices, int rows,
                    int vocab, int vocab_limit) {

@@ -231,18 +231,19 @@ DEVICE Four load_four(const float* row, int first, int end, bool wide) {
   return four;
 }
 
-// ---- Philox4x64-10 (Salmon et al., SC 2011): the numbers of ids 8 block..8 block + 7.
-enum : int { BLOCK_IDS = 8 };
+// ---- Philox4x64-10 (Salmon et al., SC 2011): the upper halves (part 0) or the lower ones (part 1) of the bits of ids
+// 16 block..16 block + 15, two of them in a word.
+enum : int { BLOCK_IDS = 16 };
 struct Words8 {
-  uint32 word[BLOCK_IDS];
+  uint32 word[BLOCK_IDS / 2];
 };
 DEVICE uint64 upper_product(uint64 a, uint64 b) {
   const uint64 a_low = uint32(a), a_high = a >> 32, b_low = uint32(b), b_high = b >> 32;
   const uint64 middle = a_high * b_low + (a_low * b_low >> 32);
   return a_high * b_high + (middle >> 32) + ((a_low * b_high + uint32(middle)) >> 32);
 }
-DEVICE Words8 philox(int64 seed, uint32 position, uint32 block) {
-  uint64 c0 = uint64(block) + 1, c1 = position, c2 = 0, c3 = 0, k0 = uint64(seed), k1 = 0;
+DEVICE Words8 philox(int64 seed, uint32 position, uint32 block, uint32 part) {
+  uint64 c0 = uint64(block) + 1, c1 = position, c2 = part, c3 = 0, k0 = uint64(seed), k1 = 0;
   UNROLL
   for (int round = 0; round < 10; ++round) {
     const uint64 first = 0xd2e7470ee14c6c93ull, second = 0xca5a826395121157ull;
@@ -256,6 +257,18 @@ DEVICE Words8 philox(int64 seed, uint32 position, uint32 block) {
   }
   return {{uint32(c0), uint32(c0 >> 32), uint32(c1), uint32(c1 >> 32), uint32(c2), uint32(c2 >> 32), uint32(c3),
            uint32(c3 >> 32)}};
+}
+
+// The random bits of the i-th of the block's ids.
+struct Bits {
+  Words8 upper, lower;
+  DEVICE uint32 of(int i) const {
+    const uint32 high = upper.word[i / 2], low = lower.word[i / 2];
+    return i % 2 ? (high & 0xffff0000u) | low >> 16 : high << 16 | (low & 0xffffu);
+  }
+};
+DEVICE Bits random_bits(int64 seed, uint32 position, int block) {
+  return {philox(seed, position, uint32(block), 0), philox(seed, position, uint32(block), 1)};
 }
 
 // 32 random bits as a float strictly between 0 and 1; the product is exact, so fused is as good as unfused.

@@ -20,7 +20,7 @@ UNIT = 1024
 LISTED = 2048
 PLANES = 5
 PENALISED, BIASED, FORBIDDEN, BARRED = 1, 2, 4, 8
-FULL = (256, 512)  # threads of a block: of those of a slice, and of those of a row
+FULL = (256, 512)  # threads of a block: of sample_bound the second, of the others the first
 SMALL = (32, 32)  # the same bits, and fewer fibers
 
 Array = npt.NDArray[Any]
@@ -75,7 +75,7 @@ def parameters_of(
     rows: Sequence[SamplingRow], vocab: int, edits: Sequence[int], addresses: dict[str, int]
 ) -> npt.NDArray[np.uint8]:
     params, words, places = [row.params for row in rows], -(-vocab // 32), np.arange(len(rows), dtype=np.uint64)
-    masked = [one.allowed_token_ids is not None or row.mask is not None for one, row in zip(params, rows)]
+    masked = [row.given_id is None and not (row.params.allowed_token_ids is None is row.mask) for row in rows]
     with np.errstate(divide="ignore"):
         drops = [one.temperature * float(np.log(one.min_p)) if one.min_p else -np.inf for one in params]
     masks = addresses["masks"] + places * np.uint64(4 * words)
@@ -86,7 +86,7 @@ def parameters_of(
         addresses["bits"] + places * np.uint64(4 * words * PLANES),
         addresses["counts"] + places * np.uint64(4 * vocab),
         addresses["bias"] + places * np.uint64(4 * vocab),
-        np.where(masked, masks, np.uint64(0)),
+        np.where(np.array(masked, bool), masks, np.uint64(0)),
         np.array([one.temperature for one in params], np.float32),
         np.array([one.repetition_penalty for one in params], np.float32),
         np.array([one.presence_penalty for one in params], np.float32),
@@ -145,7 +145,7 @@ def run(
                 ("bound", (count,), threads[1], [*weighing[1:3], *chosen[:2], *sizes]),
                 ("weigh", slices[1], threads[0], weighing),
                 ("draw", slices[1], threads[0], [*drawing, *sizes]),
-                ("finish", (count,), threads[1], [*drawing, *chosen, slices[1][0], *sizes]),
+                ("finish", (count,), min(threads), [*drawing, *chosen, slices[1][0], *sizes]),
             ]
         for name, grid, block, values in launches:
             device.memory.launch(schedule, STEM, f"sample_{name}", grid, block, values, 0, None)

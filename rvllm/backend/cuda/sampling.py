@@ -67,9 +67,13 @@ class DeviceSampler:
 
         The tokens also go to `next_ids` (bucket,) i32. Rows of padding are greedy over whatever lies there.
         """
+        self._run(self.chain(logits, next_ids, rows, bucket, turn))
+
+    def chain(self, logits: int, next_ids: int, rows: Sequence[SamplingRow], bucket: int, turn: int) -> Chain:
+        """What drawing these rows takes."""
         lists = any(row.logprobs is not None or (_is_drawn(row) and self._cuts(row)) for row in rows)
         draws = any(_is_drawn(row) and not self._cuts(row) for row in rows)
-        self._run(Chain(logits, next_ids, bucket, turn, lists, draws))
+        return Chain(logits, next_ids, bucket, turn, lists, draws)
 
     def take(self, rows: Sequence[SamplingRow], turn: int) -> list[Sampled]:
         """The tokens, once the device is through. Raises EngineError as sampling.sampler.sample_rows does."""
@@ -118,15 +122,16 @@ class DeviceSampler:
 
     def _run(self, chain: Chain) -> None:
         if not self._eager and chain not in self._graphs:
-            self._graphs[chain] = self._device.capture(self._launches(chain))
+            self._graphs[chain] = self._device.capture(self.launches(chain))
         graph = self._graphs.get(chain)
         if graph is not None:
             self._device.replay(graph)
             return
-        for launch in self._launches(chain):
+        for launch in self.launches(chain):
             self._device.launch(launch)
 
-    def _launches(self, chain: Chain) -> list[Launch]:
+    def launches(self, chain: Chain) -> list[Launch]:
+        """The chain's kernels, in their order."""
         rows, logits, parameters = chain.rows, chain.logits, self._block
         sizes = (rows, self._vocab, self._limit)
         per_block = min(max(rows * self._units // (_BLOCKS * self._device.multiprocessors), 1), _MOST_UNITS)
@@ -146,7 +151,7 @@ class DeviceSampler:
             over("sample_bound", (rows,), 512, parameters, self._workspace, *tokens),
             *([over("sample_weigh", (slices, rows), 256, *head, self._workspace)] if chain.lists else []),
             *([over("sample_draw", (slices, rows), 256, *drawing)] if chain.draws else []),
-            over("sample_finish", (rows,), 512, *drawing, *tokens, *tells, slices),
+            over("sample_finish", (rows,), 256, *drawing, *tokens, *tells, slices),
         ]
 
 
