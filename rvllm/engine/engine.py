@@ -26,7 +26,7 @@ class Model(Protocol):
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a step may be started that follows one not yet finished."""
+        """Whether a step may be started that follows one not yet finished; the model then counts what its rows draw."""
         ...
 
     def start(self, step: Step, rows: Items[SamplingRow], *, follows: bool = False) -> Any:

@@ -34,7 +34,8 @@ _NUCLEUS_SIZES = (1024, 8192)  # most nuclei are small: sorting a few largest lo
 _GROUP_VALUES = 16
 _TOGETHER_TOKENS = 1 << 13  # kept tokens of the rows that are drawn together
 _LONG_TOKENS = 1 << 7  # from here on a row's numbers are made alone
-_ROW_PER_ID = 256  # numbers of a row, from id 0 on, that cost what one of an id costs
+# What random bits cost, in numbers of a row from id 0 on: a row by itself, one of an id, and any number of ids.
+_ROW_OVERHEAD, _ROW_PER_ID, _IDS_OVERHEAD = 4_000, 256, 90_000
 _PIECE = 1 << 13  # logits weighed at once: larger arrays leave the cache, and go back to the system each time
 _BOUND_SLACK = 1e-3
 _NO_PLACES = np.zeros(0, np.int64)
@@ -181,7 +182,7 @@ def draw(kept: Iterable[Kept], seeds: Sequence[int], positions: Sequence[int]) -
 
 
 def _draw_group(group: Sequence[tuple[Kept, int, int]], numbers: RowBits) -> Iterator[tuple[Kept, int]]:
-    scores = iter(_scores_of_short_rows([one for one in group if one[0].x.size < _LONG_TOKENS]))
+    scores = iter(_scores_of_short_rows([one for one in group if one[0].x.size < _LONG_TOKENS], numbers))
     for row, seed, position in group:
         if row.x.size < _LONG_TOKENS:
             yield row, int(next(scores).argmax())
@@ -208,14 +209,20 @@ def _draw_long_row(row: Kept, seed: int, position: int, numbers: RowBits) -> int
     return _winner(row.x, row.weights, high, bits)
 
 
-def _scores_of_short_rows(group: Sequence[tuple[Kept, int, int]]) -> list[npt.NDArray[np.float64]]:
+def _scores_of_short_rows(group: Sequence[tuple[Kept, int, int]], numbers: RowBits) -> list[npt.NDArray[np.float64]]:
     if not group:
         return []
     rows, seeds, positions = zip(*group)
     lengths = [row.x.size for row in rows]
-    spread = [np.repeat(np.array(values, np.int64), lengths) for values in (seeds, positions)]
-    numbers = uniform(spread[0], spread[1], np.concatenate([np.asarray(row.ids) for row in rows]))
-    scores = _scores(np.concatenate([row.x for row in rows]), numbers)
+    ids = [np.asarray(row.ids) for row in rows]
+    sizes = [int(own[-1]) + 1 for own in ids]
+    if sum(sizes) + _ROW_OVERHEAD * len(rows) < _ROW_PER_ID * sum(lengths) + _IDS_OVERHEAD:
+        given = zip(seeds, positions, sizes, ids)
+        bits = np.concatenate([numbers.both(seed, position, size)[own] for seed, position, size, own in given])
+    else:
+        spread = [np.repeat(np.array(values, np.int64), lengths) for values in (seeds, positions)]
+        bits = uniform_bits(spread[0], spread[1], np.concatenate(ids))
+    scores = _scores(np.concatenate([row.x for row in rows]), unit_float(bits))
     return np.split(scores, np.cumsum(lengths)[:-1])
 
 

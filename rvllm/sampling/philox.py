@@ -115,6 +115,11 @@ class RowBits:
         """The upper halves of what `uniform_bits` gives for ids 0 to size - 1, (size,)."""
         return self._quarters(seed, position, _HIGH, 0, -(-size // BLOCK_IDS))[:size]
 
+    def both(self, seed: int, position: int, size: int) -> UInt32:
+        """All of the bits of ids 0 to size - 1, (size,)."""
+        low = self._quarters(seed, position, _LOW_PART, 0, -(-size // BLOCK_IDS))[:size]
+        return self.high(seed, position, size).astype(np.uint32) << np.uint32(16) | low
+
     def low(self, seed: int, position: int, token: int) -> int:
         """The lower half of one id."""
         return int(self._quarters(seed, position, _LOW_PART, token // BLOCK_IDS, 1)[token % BLOCK_IDS])

@@ -78,6 +78,7 @@ def test_a_whole_row_gets_the_bits_that_its_ids_get(size):
     for seed in (-3, 5, 2**63 - 1, -(2**63)):
         bits = uniform_bits(seed, 11, np.arange(size))
         assert np.array_equal(row.high(seed, 11, size), bits >> 16)
+        assert np.array_equal(row.both(seed, 11, size), bits)
         assert row.low(seed, 11, size - 1) == bits[-1] & 0xFFFF
 
 

@@ -7,7 +7,7 @@ token before. Knows sample_edits.cuh's planes; the rules are rvllm.sampling's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from rvllm.backend.cuda.kernels import Device
 from rvllm.sampling.params import SamplingParams
 from rvllm.sampling.philox import Int64
-from rvllm.sampling.sampler import Mask, SamplingRow, barred_ids, changes_logits
+from rvllm.sampling.sampler import Mask, SamplingRow, barred_ids, changes_logits, needs_last_token
 
 PENALISED, BIASED, FORBIDDEN, BARRED = 1, 2, 4, 8
 _IN_PROMPT, _IN_OUTPUT, _WITH_BIAS, _IS_FORBIDDEN, _IS_BARRED, _IS_ALLOWED = range(6)
@@ -49,7 +49,9 @@ class _Slot:
     position: int = -1  # of the token drawn last
     forbidden: frozenset[int] = frozenset()
     barred: frozenset[int] = frozenset()
-    allowed: Mask | None = field(default=None)
+    allowed: Mask | None = None
+    place: Place = _NOWHERE
+    forbidden_ids: tuple[int, ...] = ()  # that `place` is for
 
     def follows(self, row: SamplingRow) -> bool:
         """Whether the slot holds the row's sequence, with every token before the one to draw counted."""
@@ -71,7 +73,15 @@ class Slots:
         slot = self._slots.setdefault(row.slot, _Slot())
         if not slot.follows(row):
             self._move_in(slot, row)
-        slot.position = row.position
+        elif slot.forbidden_ids == row.forbidden_ids and not needs_last_token(row):
+            slot.position = row.position
+            return slot.place
+        slot.position, slot.forbidden_ids = row.position, row.forbidden_ids
+        slot.place = self._new_place(slot, row)
+        return slot.place
+
+    def _new_place(self, slot: _Slot, row: SamplingRow) -> Place:
+        """Where the edits of a slot's row are, its forbidden ids and bad words written where they have changed."""
         forbidden, barred = frozenset(row.forbidden_ids), frozenset(barred_ids(row))
         if forbidden and forbidden != slot.forbidden:
             self._write_plane(slot, _IS_FORBIDDEN, forbidden)
