@@ -140,7 +140,7 @@ def _ids(given: Ids, vocabulary: int) -> Int64:
     ids = np.asarray(given)
     if ids.size == 0:
         return np.zeros(0, np.int64)
-    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0 or ids.max() >= vocabulary:
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocabulary:
         raise BadRequest(f"past_ids are not all token ids, 0 to {vocabulary - 1}", param="past_ids")
     return ids.astype(np.int64, copy=False)
 

@@ -19,7 +19,7 @@ lies within 2**-20 of top_p, and where two scores lie within 2**-20 of each othe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from rvllm.program.dtype import Float32
 from rvllm.sampling.params import SamplingParams
-from rvllm.sampling.philox import UNIT_MAX, Int64, RowBits, UInt16, UInt32, uniform, uniform_bits, unit_float
+from rvllm.sampling.philox import UNIT_MAX, Int64, RowBits, UInt16, uniform, uniform_bits, unit_float
 
 _MASS_UNIT = np.float32(2.0**40)
 _NUCLEUS_SIZES = (1024, 8192)  # most nuclei are small: sorting a few largest logits finds them
@@ -63,9 +63,10 @@ def everything(logits: Float32, best: np.float32 | None = None) -> Kept:
 def keep(logits: Float32, params: SamplingParams, best: np.float32 | None = None) -> Kept:
     """Steps 3 and 4 for one row of processed logits, (vocab,) float32 with a `best` above -inf."""
     top_k = params.top_k if params.top_k < logits.size else 0
-    floor = _bound(logits, top_k) if top_k else np.float32(-np.inf)
-    ids: Int64 | range = np.flatnonzero(logits >= floor) if floor > -np.inf else range(logits.size)
-    values = logits[ids] if isinstance(ids, np.ndarray) else logits
+    ids: Int64 | range = range(logits.size)
+    values = logits
+    if top_k:
+        ids, values = _leaders(logits, top_k)
     best = values.max() if best is None else best
     floor = max(_min_p_floor(best, params), _LOWEST)
     if values.min() < floor:
@@ -112,15 +113,24 @@ def _scaled(logits: Float32, best: np.float32, temperature: float) -> Float32:
 
 def _nucleus(values: Float32, best: np.float32, params: SamplingParams) -> Float32:
     """The values, descending, of the shortest prefix whose mass reaches top_p of the whole."""
+    if values.size <= _NUCLEUS_SIZES[0]:
+        head, reached = _sums(values, best, params.temperature)
+        need = math.ceil(params.top_p * int(reached[-1]))
+        return head[: np.searchsorted(reached, need) + 1]
     pieces = range(0, values.size, _PIECE)
     total = sum(int(_masses(values[at : at + _PIECE], best, params.temperature).sum()) for at in pieces)
     need = math.ceil(params.top_p * total)
     for size in (*_NUCLEUS_SIZES, values.size):
-        head = np.ascontiguousarray(np.sort(_largest(values, size))[::-1])
-        reached = np.cumsum(_masses(head, best, params.temperature))
+        head, reached = _sums(_largest(values, size), best, params.temperature)
         if reached[-1] >= need:
             break
     return head[: np.searchsorted(reached, need) + 1]
+
+
+def _sums(values: Float32, best: np.float32, temperature: float) -> tuple[Float32, Int64]:
+    """The values, descending, and the mass of each and all before it."""
+    head = np.ascontiguousarray(np.sort(values)[::-1])
+    return head, np.cumsum(_masses(head, best, temperature))
 
 
 def _masses(values: Float32, best: np.float32, temperature: float) -> Int64:
@@ -134,22 +144,27 @@ def _largest(values: Float32, count: int) -> Float32:
     """The `count` largest, in any order."""
     if count >= values.size:
         return values
-    if (bound := _bound(values, count)) > -np.inf:
-        values = values[values >= bound]
+    values = _leaders(values, count)[1]
     return np.partition(values, values.size - count)[values.size - count :]
 
 
-def _bound(values: Float32, count: int) -> np.float32:
-    """A value that at least `count` reach, and where it is cheap to find not many more: -inf where it is not.
+def _leaders(logits: Float32, count: int) -> tuple[Int64 | range, Float32]:
+    """Ids ascending and logits of at least the `count` largest, and where that is cheap not many more.
 
-    It is the count-th largest of the maxima of groups, each of which is a value of its own.
+    The count-th largest of the maxima of groups, each a logit of its own, bounds them from below.
     """
-    groups = values.size // _GROUP_VALUES
+    groups = logits.size // _GROUP_VALUES
     if 2 * count > groups:
-        return np.float32(-np.inf)
-    maxima = values[: groups * _GROUP_VALUES].reshape(_GROUP_VALUES, groups).max(axis=0)
-    bound: np.float32 = np.partition(maxima, groups - count)[groups - count]
-    return bound
+        return range(logits.size), logits
+    grouped = logits[: groups * _GROUP_VALUES].reshape(_GROUP_VALUES, groups)
+    maxima = grouped.max(axis=0)
+    bound = np.partition(maxima, groups - count)[groups - count]
+    columns = np.flatnonzero(maxima >= bound)
+    chosen = grouped[:, columns]
+    row, column = np.nonzero(chosen >= bound)
+    rest = np.flatnonzero(logits[groups * _GROUP_VALUES :] >= bound) + groups * _GROUP_VALUES
+    ids = np.concatenate((row * groups + columns[column], rest))
+    return ids, logits[ids]
 
 
 def _first(values: Float32, threshold: np.float32, count: int) -> Int64:
@@ -199,14 +214,17 @@ def _draw_long_row(row: Kept, seed: int, position: int, numbers: RowBits) -> int
             return int(_scores(row.x, uniform(seed, position, row.ids)).argmax())
         high = numbers.high(seed, position, size)[row.ids]
 
-    def bits(places: Int64) -> UInt32:
-        ids = [int(row.ids[place]) for place in places]
-        if ids and len(ids) > _MOST_ALONE:
-            return uniform_bits(seed, position, np.array(ids))
-        low = [numbers.low(seed, position, token) for token in ids]
-        return high[places].astype(np.uint32) << np.uint32(16) | np.array(low, np.uint32)
-
-    return _winner(row.x, row.weights, high, bits)
+    places = _likely(row, high)
+    if len(places) > _MOST_ALONE:
+        numbers_of_places = uniform(seed, position, np.array([row.ids[place] for place in places]))
+        return int(places[_scores(row.x[places], numbers_of_places).argmax()])
+    best, winner = -math.inf, -1
+    for place in places.tolist():
+        bits = int(high[place]) << 16 | numbers.low(seed, position, int(row.ids[place]))
+        score = float(row.x[place]) - math.log(-math.log(1.0 - float(unit_float(np.array([bits], np.uint32))[0])))
+        if score > best:
+            best, winner = score, place
+    return winner
 
 
 def _scores_of_short_rows(group: Sequence[tuple[Kept, int, int]], numbers: RowBits) -> list[npt.NDArray[np.float64]]:
@@ -226,24 +244,22 @@ def _scores_of_short_rows(group: Sequence[tuple[Kept, int, int]], numbers: RowBi
     return np.split(scores, np.cumsum(lengths)[:-1])
 
 
-def _winner(x: Float32, weights: Float32, high: UInt16, bits: Callable[[Int64], UInt32]) -> int:
-    """The place of the largest x + g; x: (n,) with a 0, weights: exp(x), high: the upper halves of the bits.
+def _likely(row: Kept, high: UInt16) -> Int64:
+    """The places, ascending, among which the largest x + g is; high: the upper halves of the bits of the row's ids.
 
-    -ln(1 - v) > v, so exp(score) < weights / v, and v is at least high / 2**16. Only the places where that reaches the
-    least score of a likely one are computed in full, and those where high is 0, of which there is one in 2**16. (The
-    winner's x is above -26, far from where exp underflows.)
+    -ln(1 - v) > v, so exp(score) < exp(x) / v, and v is at least high / 2**16. Left are the places where that reaches
+    the least score of a likely one, and those where high is 0, of which there is one in 2**16. (The winner's x is above
+    -26, far from where exp underflows.)
     """
     zeros = np.flatnonzero(high == 0) if high.min() == 0 else _NO_PLACES
     most: Float32 = high.astype(np.float32)
     most[zeros] = 0.5
-    np.divide(weights, most, out=most)
+    np.divide(row.weights, most, out=most)
     likely = int(most.argmax())
     number = min((int(high[likely]) + 1) * 2.0**-16, UNIT_MAX)
-    score = float(x[likely]) - math.log(-math.log1p(-number))
+    score = float(row.x[likely]) - math.log(-math.log1p(-number))
     places = np.flatnonzero(most >= np.float32(math.exp(score - _BOUND_SLACK) * 2.0**-16))
-    if zeros.size:
-        places = np.union1d(places, zeros)
-    return int(places[_scores(x[places], unit_float(bits(places))).argmax()])
+    return np.union1d(places, zeros) if zeros.size else places
 
 
 def _scores(x: Float32, numbers: Float32) -> npt.NDArray[np.float64]:
