@@ -20,6 +20,7 @@ UNIT = 1024
 LISTED = 2048
 PLANES = 5
 PENALISED, BIASED, FORBIDDEN, BARRED = 1, 2, 4, 8
+FLAT = 8  # of a row's mode
 FULL = (256, 512)  # threads of a block: of sample_bound the second, of the others the first
 SMALL = (32, 32)  # the same bits, and fewer fibers
 

@@ -20,7 +20,7 @@ from rvllm.sampling.params import SamplingParams
 from rvllm.sampling.philox import UNIT_MAX, uniform
 from rvllm.sampling.sampler import Sampled, SamplingRow, process_logits, sample_rows
 from tests.kernels.device import Device
-from tests.kernels.sample_batch import FULL, SMALL, UNIT, Drawn, kept_ids, run, workspace
+from tests.kernels.sample_batch import FLAT, FULL, SMALL, UNIT, Drawn, kept_ids, run, workspace
 
 RNG = np.random.default_rng(21)
 LOGPROB_ERROR = 1e-5  # exp and ln of float are 2 ulp off, a sum of masses 2**-40 a token
@@ -166,7 +166,7 @@ RULES: dict[str, dict[str, Any]] = {
     "allowed": {"allowed_token_ids": (2, 31, 32, 63, 64, 99)},
     "greedy": {"temperature": 0.0},
     "greedy repetition": {"temperature": 0.0, "repetition_penalty": 1.7},
-    "bad words": {"bad_words_token_ids": ((3,), (40,))},
+    "bad words": {"bad_words_token_ids": tuple((token,) for token in range(0, 100, 2))},
 }
 
 
@@ -251,6 +251,23 @@ def test_a_large_vocabulary(device: Device, vocab: int, spread: float) -> None:
         for rule in BIG_RULES
     ]
     check(device, logits, rows, vocab - 1)
+
+
+def test_a_short_list_holds_what_can_matter(device: Device) -> None:
+    """Not a matter of right or wrong: what the list lacks is looked for in the whole row, by one block."""
+    vocab = 32_000
+    logits = (RNG.standard_normal((4, vocab)) * 3.5).astype(np.float32)
+    asked: list[dict[str, Any]] = [{"top_k": 50}, {"top_p": 0.9}, {"top_p": 0.9, "temperature": 0.7}, {"top_k": 400}]
+    rows = [SamplingRow(SamplingParams(**one, logprobs=20, presence_penalty=0.1), 1, 1) for one in asked]
+    work = workspace(4, vocab)
+    run(device, logits, rows, vocab, work=work)
+    states = work[: 4 * 80].reshape(4, 80)
+    cuts, bounds = states[:, 8:16].copy().view(np.uint64), states[:, 16:32].copy().view(np.uint64)
+    listed, modes = states[:, 48:56].copy().view(np.uint32), states[:, 60:64].copy().view(np.uint32)
+    for index, row in enumerate(rows):
+        assert not modes[index, 0] & FLAT and bounds[index, 0] <= cuts[index, 0]
+        assert listed[index, 0] <= 100 + 2 * len(keep(logits[index], row.params).ids)
+        assert listed[index, 1] <= 40
 
 
 EQUAL_RULES: list[dict[str, Any]] = [

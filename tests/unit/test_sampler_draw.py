@@ -35,7 +35,9 @@ def test_the_kept_set_is_that_of_a_sorted_reference(logits, params):
     assert np.array_equal(kept.logits, f32(logits)[list(kept.ids)])
 
 
-@pytest.mark.parametrize("asked", [{}, {"top_k": 3000}, {"min_p": 0.2}, {"top_k": 15_000, "min_p": 1e-4}])
+@pytest.mark.parametrize(
+    "asked", [{}, {"top_k": 50}, {"top_k": 600}, {"top_k": 3000}, {"min_p": 0.2}, {"top_k": 15_000, "min_p": 1e-4}]
+)
 @pytest.mark.parametrize("top_p", [0.01, 0.5, 0.99, 0.9999999, 1.0])
 @pytest.mark.parametrize("spread", [0.0, 0.1, 3.0])
 def test_large_nuclei_are_those_of_a_sorted_reference(spread, top_p, asked):

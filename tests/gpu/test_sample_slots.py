@@ -1,18 +1,25 @@
-"""The device's sampler over many steps, on the host's stand-in: sequences come, draw, stop and come back, and what their
-slots have counted is what the definition is told."""
+"""The device's sampler over many steps: sequences come, draw, stop and come back, and what their slots have counted is
+what the definition is told."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from rvllm.backend.cuda.kernels import Device
+from rvllm.backend.cuda.model import CudaModel
 from rvllm.backend.cuda.sampling import MOST_LOGPROBS, DeviceSampler
+from rvllm.backend.cuda.slots import Slots, _Slot
 from rvllm.program.dtype import Float32
 from rvllm.sampling.params import SamplingParams
 from rvllm.sampling.sampler import Sampled, SamplingRow, needs_last_token, sample_rows
+from tests.fixtures.models import Shape, random_model
+from tests.gpu.running import BOTH, Backend
 from tests.kernels.host_device import HostDevice
 
 RNG = np.random.default_rng(31)
@@ -55,9 +62,9 @@ class Running:
 class Bench:
     """A sampler with logits in memory."""
 
-    def __init__(self) -> None:
-        self.device = HostDevice("t70")
-        self.sampler = DeviceSampler(self.device, rows=ROWS, vocab=VOCAB, vocab_limit=LIMIT, eager=True)
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.sampler = DeviceSampler(self.device, rows=ROWS, vocab=VOCAB, vocab_limit=LIMIT, eager=False)
         self.logits = self.device.allocate(4 * ROWS * VOCAB)
         self.next_ids = self.device.allocate(4 * ROWS)
         self.turn = 0
@@ -69,8 +76,12 @@ class Bench:
         self.sampler.sample(self.logits, self.next_ids, rows, ROWS, self.turn)
         return self.turn
 
+    def take(self, rows: list[SamplingRow], turn: int) -> list[Sampled]:
+        self.device.synchronize()
+        return self.sampler.take(rows, turn)
+
     def draw(self, logits: Float32, rows: list[SamplingRow]) -> list[Sampled]:
-        return self.sampler.take(rows, self.start(logits, rows))
+        return self.take(rows, self.start(logits, rows))
 
 
 def some_logits() -> Float32:
@@ -85,8 +96,9 @@ def agree(drawn: list[Sampled], expected: list[Sampled]) -> None:
         assert one.logprob is None or abs(one.logprob - (other.logprob or 0)) < 1e-5
 
 
-def test_what_slots_count_is_what_the_definition_is_told() -> None:
-    bench = Bench()
+@pytest.mark.parametrize("backend", BOTH, indirect=True)
+def test_what_slots_count_is_what_the_definition_is_told(backend: Backend) -> None:
+    bench = Bench(backend.device)
     places = {slot: Running(SamplingParams(**RULES[slot]), slot, slot) for slot in range(ROWS)}
     for step in range(30):
         if step % 4 == 3:  # one leaves, another takes its slot, or the same comes back to it, its last token lost
@@ -105,8 +117,9 @@ def test_what_slots_count_is_what_the_definition_is_told() -> None:
             one.take(sampled.token_id)
 
 
-def test_penalties_are_right_before_the_host_knows_the_token() -> None:
-    bench = Bench()
+@pytest.mark.parametrize("backend", BOTH, indirect=True)
+def test_penalties_are_right_before_the_host_knows_the_token(backend: Backend) -> None:
+    bench = Bench(backend.device)
     running = [Running(SamplingParams(**rule), slot, slot) for slot, rule in enumerate(RULES[:ROWS])]
     assert not any(needs_last_token(one.row()) for one in running)
     found: list[list[int]] = []
@@ -116,10 +129,10 @@ def test_penalties_are_right_before_the_host_knows_the_token() -> None:
         rows = [one.row(ahead=int(step > 0)) for one in running]  # counts as they were a step ago
         pending.append((rows, bench.start(logits, rows)))
         if step > 0:
-            found.append([sampled.token_id for sampled in bench.sampler.take(*pending.pop(0))])
+            found.append([sampled.token_id for sampled in bench.take(*pending.pop(0))])
             for one, token in zip(running, found[-1]):
                 one.take(token)
-    found.append([sampled.token_id for sampled in bench.sampler.take(*pending.pop())])
+    found.append([sampled.token_id for sampled in bench.take(*pending.pop())])
     again = [Running(one.params, one.slot, one.seed, one.prompt) for one in running]
     for logits, tokens in zip(batches, found):
         assert [sampled.token_id for sampled in sample_rows(logits, [one.row() for one in again], LIMIT)] == tokens
@@ -127,13 +140,14 @@ def test_penalties_are_right_before_the_host_knows_the_token() -> None:
             one.take(token)
 
 
-def test_a_slot_is_written_once_and_not_each_step() -> None:
-    bench = Bench()
+def test_a_slot_is_written_once_and_not_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = HostDevice("t70")
+    bench = Bench(device)
     params = SamplingParams(**RULES[2], allowed_token_ids=range(60), bad_words_token_ids=[[5]])
     running = Running(params, 2, 9)
     writes: list[int] = []
-    write = bench.device.write
-    bench.device.write = lambda address, array: (writes.append(address), write(address, array))[1]  # type: ignore[method-assign]
+    write = device.write
+    monkeypatch.setattr(device, "write", lambda address, array: (writes.append(address), write(address, array)))
     for step in range(6):
         running.take(bench.draw(some_logits(), [running.row()])[0].token_id)
         if step == 0:
@@ -142,8 +156,9 @@ def test_a_slot_is_written_once_and_not_each_step() -> None:
     assert first > 1
 
 
-def test_masks_change_from_step_to_step_and_keep_to_what_is_allowed() -> None:
-    bench = Bench()
+@pytest.mark.parametrize("backend", BOTH, indirect=True)
+def test_masks_change_from_step_to_step_and_keep_to_what_is_allowed(backend: Backend) -> None:
+    bench = Bench(backend.device)
     running = [Running(SamplingParams(allowed_token_ids=range(0, 60, 2)), 0, 1), Running(SamplingParams(), 3, 2)]
     for _ in range(5):
         masks = RNG.integers(0, 2**32, (2, 3), np.uint32)
@@ -154,17 +169,19 @@ def test_masks_change_from_step_to_step_and_keep_to_what_is_allowed() -> None:
 
 
 def test_rows_of_a_prompt_are_told_and_touch_no_slot() -> None:
-    bench = Bench()
+    device = HostDevice("t70")
+    bench = Bench(device)
     params = SamplingParams(prompt_logprobs=MOST_LOGPROBS, presence_penalty=2.0, temperature=0.0)
     running = Running(params, 1, 1)
     logits = some_logits()
     rows = [SamplingRow(params, 1, place, given_id=7 * place, slot=1) for place in range(3)]
     agree(bench.draw(logits, [*rows, running.row()]), sample_rows(logits, [*rows, running.row()], LIMIT))
-    assert bench.device.launched == ["sample_scan", "sample_bound", "sample_weigh", "sample_finish"]
+    assert device.launched == ["sample_scan", "sample_bound", "sample_weigh", "sample_finish"]
 
 
 def test_no_step_launches_more_kernels_than_its_rows_need() -> None:
-    bench = Bench()
+    device = HostDevice("t70")
+    bench = Bench(device)
     asked: list[tuple[dict[str, Any], list[str]]] = [
         ({"temperature": 0.0, "presence_penalty": 1.0}, []),
         ({"temperature": 0.5}, ["bound", "draw", "finish"]),
@@ -173,6 +190,30 @@ def test_no_step_launches_more_kernels_than_its_rows_need() -> None:
         ({"temperature": 0.0, "logprobs": 0}, ["bound", "weigh", "finish"]),
     ]
     for params, names in asked:
-        bench.device.launched.clear()
+        device.launched.clear()
         bench.draw(some_logits(), [SamplingRow(SamplingParams(**params), 1, 1)])
-        assert bench.device.launched == [f"sample_{name}" for name in ("scan", *names)]
+        assert device.launched == [f"sample_{name}" for name in ("scan", *names)]
+
+
+@pytest.mark.parametrize("backend", BOTH, indirect=True)
+def test_the_engine_runs_ahead_on_what_the_device_counts(
+    backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greedy = {"temperature": 0, "max_tokens": 4, "presence_penalty": 2.0, "frequency_penalty": 1.0, "min_tokens": 3}
+    asked = [
+        SamplingParams(**greedy),
+        SamplingParams(temperature=2, seed=3, max_tokens=4, repetition_penalty=9.0, bad_words_token_ids=[[7]]),
+    ]
+    llm = backend.llm(random_model(tmp_path, Shape(), std=0.3).folder, max_num_seqs=2)
+    prompts = [[5 + place, 9, 30 + place] for place in range(3)]  # more than run at once
+    moves: list[int] = []
+    move_in = Slots._move_in
+    monkeypatch.setattr(Slots, "_move_in", lambda self, slot, row: (moves.append(row.slot), move_in(self, slot, row)))
+    ahead = [[one.outputs[0].token_ids for one in llm.generate(prompts, params)] for params in asked]
+    assert len(moves) == len(asked) * len(prompts)
+    # The host tells every step, and none is started before the one before it is read.
+    monkeypatch.setattr(CudaModel, "runs_ahead", False)
+    monkeypatch.setattr(_Slot, "follows", lambda self, row: False)
+    assert ahead == [[one.outputs[0].token_ids for one in llm.generate(prompts, params)] for params in asked]
+    assert len(moves) > 4 * len(asked) * len(prompts)
+    assert len({token for tokens in ahead[0] for token in tokens}) > 3
