@@ -1,7 +1,7 @@
 // sample: one token a row of logits, by every rule of rvllm/sampling/sampler.py and draw.py, whose steps these are.
 //
 // A chain of kernels, one after another in one stream or graph:
-//     sample_scan    reads every logit: what steps 1 and 2 make of it, the best, the maxima of groups of 16. The last
+//     sample_scan    reads every logit: what steps 1 and 2 make of it, the best, the maxima of groups of 8. The last
 //                    block of a row that is greedy or given, and tells no log-probability, writes its token.
 //     sample_bound   finds from the maxima where the tokens of a row with top_k or top_p must be
 //     sample_weigh   reads the logits again: lists those that can matter, sums the masses
@@ -14,7 +14,7 @@
 // logits (rows, vocab) f32, never written. Ids from vocab_limit on do not exist: their logits are not looked at.
 // parameters: 92 rows bytes, the arrays of sample.cuh's Parameters one after another.
 // positions (rows) u32: of the token to draw.
-// workspace: rows (57424 + 560 units) bytes, units = ceil(vocab_limit / 1024); what is in it does not matter.
+// workspace: rows (172112 + 1072 units) bytes, units = ceil(vocab_limit / 1024); what is in it does not matter.
 // counters (rows) u32: 0, and 0 again afterwards.
 // tokens, next_ids (rows) i32. -1: a logit is NaN, -2: no token has a logit above -inf; next_ids is 0 for both.
 // logprobs (rows) f32, where the row asks. top_ids i32 and top_logprobs f32, (rows, 20): the first n of each where the
@@ -27,104 +27,13 @@
 // assumes: logits and workspace start on 16 bytes, parameters on 8; vocab_limit <= vocab; rows <= 65535; no two rows with
 //   edits have one slot.
 // tiers: t70
-#include "sample_select.cuh"
+#include "sample_draw.cuh"
+#include "sample_scan.cuh"
 
 DEVICE void write_token(const Parameters& p, int row, int token, int words, int* tokens, int* next_ids) {
   tokens[row] = token;
   next_ids[row] = token < 0 ? 0 : token;
   count_token(p, token, words);
-}
-
-// What a thread has seen of a row.
-struct Seen {
-  Best best, forbidden, raw;
-  uint32 flags;
-};
-
-// Four raw logits from `first` on. Gives the best that may be drawn, and of the raw ones.
-struct Tops {
-  float best, raw;
-};
-DEVICE Tops see_four(Seen& seen, const Parameters& p, Four four, int first, int end, int words) {
-  Tops tops = {minus_infinite(), minus_infinite()};
-  if (first >= end) return tops;
-  UNROLL
-  for (int i = 0; i < 4; ++i) {
-    if (first + i >= end) continue;
-    seen.raw.see(first + i, four.at[i]);
-    if (four.at[i] != four.at[i]) seen.flags |= HAS_NAN;
-    tops.raw = larger(tops.raw, four.at[i]);
-  }
-  if (!is_edited(p)) {
-    tops.best = tops.raw;
-    return tops;
-  }
-  const Edited edited = edit(four, first, p, words);
-  UNROLL
-  for (int i = 0; i < 4; ++i) {
-    if (first + i >= end) continue;
-    if (edited.open >> i & 1) seen.flags |= OPEN;
-    if (edited.forbidden >> i & 1) {
-      seen.forbidden.see(first + i, four.at[i]);
-    } else {
-      seen.best.see(first + i, four.at[i]);
-      tops.best = larger(tops.best, four.at[i]);
-    }
-  }
-  return tops;
-}
-
-// The largest of a group's values, which four neighbouring lanes hold.
-DEVICE void keep_maximum(float* maxima, int first, int end, float top) {
-  top = larger(top, shuffle_xor(top, 1));
-  top = larger(top, shuffle_xor(top, 2));
-  if (first % GROUP == 0 && first < end) maxima[first / GROUP] = top;
-}
-
-DEVICE Seen scan(const Workspace& work, const Parameters& p, const float* raw, int begin, int end, int vocab,
-                 int limit) {
-  enum : int { LOADS = 4 };
-  Seen seen = {};
-  const int apart = 4 * thread_count();
-  NO_UNROLL
-  for (int start = begin; start < end; start += LOADS * apart) {
-    Four fours[LOADS] = {};
-    UNROLL
-    for (int j = 0; j < LOADS; ++j) {
-      const int first = start + j * apart + 4 * thread_index();
-      if (first < end) fours[j] = load_four(raw, first, end, vocab % 4 == 0);
-    }
-    UNROLL
-    for (int j = 0; j < LOADS; ++j) {
-      if (start + j * apart >= end) continue;
-      const int first = start + j * apart + 4 * thread_index();
-      const Tops tops = see_four(seen, p, fours[j], first, end, words_of(vocab));
-      if (selects(p, limit)) keep_maximum(work.maxima, first, end, tops.best);
-      if (p.logprobs > 0) keep_maximum(work.maxima + work.groups, first, end, tops.raw);
-    }
-  }
-  if (!is_edited(p)) {
-    seen.best = seen.raw;
-    seen.flags |= OPEN;
-  }
-  return seen;
-}
-
-// About the mass of a slice, its best logit's being 1. Where that is infinite it is no number, and not used.
-DEVICE float mass_about(const Row& row, const Parameters& p, float best, int begin, int end) {
-  const float scale = 0x1.715476p+0f / p.temperature;
-  float sum = 0.0f;
-  row.visit<2>(begin, end, [&](int, float logit) { sum += power_of_two((logit - best) * scale); });
-  return block_sum(sum);
-}
-DEVICE float row_mass_about(const Slice* slices, const Parameters& p, int count, float best) {
-  const float scale = 0x1.715476p+0f / p.temperature;
-  float sum = 0.0f;
-  NO_UNROLL
-  for (int i = lane_index(); i < count; i += WARP) {
-    if (slices[i].best != NO_RANK) sum += slices[i].mass * power_of_two((logit_of(slices[i].best) - best) * scale);
-  }
-  return warp_sum(sum);
 }
 
 // The lowest rank that min_p keeps. Larger takes the number where inf - inf is none.
@@ -144,7 +53,7 @@ DEVICE Weights raw_weights(const Parameters& p) { return {false, 0.0f, 1.0f, 1.0
 DEVICE uint64 bound_of(Search& search, const float* maxima, int groups, int limit, uint64 floor, const Weights& weights,
                        uint64 wanted) {
   if (limit <= LISTED) return floor;
-  Ranks ranks = {raw_row(maxima, groups, (limit + GROUP - 1) / GROUP), ~0ull};
+  Ranks ranks = whole_row(raw_row(maxima, groups, (limit + GROUP - 1) / GROUP));
   const uint64 cut = cut_of(search, ranks, floor, weights, wanted, nullptr);
   return cut == NO_CUT ? cut : larger_rank(cut & ~0xffffffffull, floor);
 }
@@ -159,7 +68,7 @@ DEVICE uint64 draw_bound(Search& search, const Workspace& work, const Parameters
       bound = bound_of(search, work.maxima, work.groups, limit, state.cut, weights_of(p, best, false), 0);
     }
     // Fewer groups than wanted reach the floor: few tokens do.
-    if (bound == NO_CUT && p.top_k <= LISTED / GROUP) bound = state.cut;
+    if (bound == NO_CUT && p.top_k <= LONG_LIST / GROUP) bound = state.cut;
   } else {
     const float mass = row_mass_about(work.slices, p, slices, best);
     const bool known = bits_of(best) != INFINITE && mass < 0x1p22f && state.mode & OPEN;
@@ -252,10 +161,10 @@ void sample_bound(const void* parameters, unsigned char* workspace, int* tokens,
   if (thread_index() == 0) *work.state = state;
 }
 
-// Adds a rank to a row's list. One beyond its length is only counted.
-DEVICE void append(uint64* list, uint32* listed, uint64 rank) {
+// Adds a rank to a row's list. One for which there is no room is only counted.
+DEVICE void append(uint64* list, uint32* listed, int room, uint64 rank) {
   const uint32 place = atomic_add(listed, 1u);
-  if (place < LISTED) list[place] = rank;
+  if (place < uint32(room)) list[place] = rank;
 }
 
 DEVICE void add_to_mass(uint64* to, uint64 mass) {
@@ -271,7 +180,7 @@ DEVICE void weigh_raw(const Workspace& work, const Row& row, const Parameters& p
   row.visit<4>(begin, end, [&](int id, float logit) {
     mass += mass_of(scaled(logit, best, 1.0f));
     const uint64 rank = rank_of(logit, id);
-    if (rank >= bound) append(work.lists + LISTED, &work.state->listed[1], rank);
+    if (rank >= bound) append(work.lists + LONG_LIST, &work.state->listed[1], LISTED, rank);
   });
   add_to_mass(&work.state->raw_mass, mass);
 }
@@ -293,7 +202,7 @@ DEVICE void weigh(Histogram& histogram, const Workspace& work, const Row& row, c
     if (flat) {
       weights.add(histogram, first_bin(rank), rank);
     } else if (rank >= bound) {
-      append(work.lists, &work.state->listed[0], rank);
+      append(work.lists, &work.state->listed[0], LONG_LIST, rank);
     }
   });
   if (by_mass) add_to_mass(&work.state->mass, mass);
@@ -325,34 +234,6 @@ void sample_weigh(const float* logits, const void* parameters, unsigned char* wo
   weigh(*shared, work, changed, p, (mode & FLAT) != 0, own.begin, own.end);
 }
 
-// The best draw among the tokens of this thread's part of [begin, end) from the cut on.
-DEVICE Draw draw_between(const Row& row, const Parameters& p, uint32 position, float best, uint64 cut, int begin,
-                         int end) {
-  Draw draw = no_draw();
-  NO_UNROLL
-  for (int first = begin + BLOCK_IDS * thread_index(); first < end; first += BLOCK_IDS * thread_count()) {
-    float logit[BLOCK_IDS];
-    uint32 kept = 0;
-    UNROLL
-    for (int part = 0; part < BLOCK_IDS / 4; ++part) {
-      const int from = first + 4 * part;
-      const Four four = from < end ? row.four(from) : Four{};
-      UNROLL
-      for (int i = 0; i < 4; ++i) {
-        logit[4 * part + i] = four.at[i];
-        if (from + i < end && rank_of(four.at[i], from + i) >= cut) kept |= 1u << (4 * part + i);
-      }
-    }
-    if (kept == 0) continue;
-    const Bits bits = random_bits(p.seed, position, first / BLOCK_IDS);
-    UNROLL
-    for (int i = 0; i < BLOCK_IDS; ++i) {
-      if (kept >> i & 1) draw.see(first + i, scaled(logit[i], best, p.temperature), unit_float(bits.of(i)));
-    }
-  }
-  return draw;
-}
-
 KERNEL(256)
 void sample_draw(const float* logits, const void* parameters, const uint32* positions, unsigned char* workspace,
                  int rows, int vocab, int vocab_limit) {
@@ -370,20 +251,6 @@ void sample_draw(const float* logits, const void* parameters, const uint32* posi
     work.slices[block_x()].score = draw.score;
     work.slices[block_x()].drawn = draw.id;
   }
-}
-
-DEVICE Draw draw_listed(const Search& search, const Ranks& ranks, const Parameters& p, uint32 position, float best,
-                        uint64 cut) {
-  Draw draw = no_draw();
-  visit_ranks(search, ranks, cut, [&](uint64 rank) {
-    const int id = id_of(rank);
-    const Bits bits = random_bits(p.seed, position, id / BLOCK_IDS);
-    uint32 own = 0;
-    UNROLL
-    for (int i = 0; i < BLOCK_IDS; ++i) own = id % BLOCK_IDS == i ? bits.of(i) : own;
-    draw.see(id, scaled(logit_of(rank), best, p.temperature), unit_float(own));
-  });
-  return draw;
 }
 
 // The rank from which on top_k and top_p keep tokens, of those from `lowest` on; NO_CUT where these lack mass.
@@ -415,26 +282,25 @@ DEVICE Picked pick(Search& search, const Workspace& work, const Row& row, const 
     }
     return picked;
   }
-  Ranks ranks = {row, ~0ull};
+  Ranks ranks = whole_row(row);
   picked.cut = NO_CUT;
-  if (!(state.mode & FLAT) && state.listed[0] <= LISTED) {
-    take_list(search, ranks, work.lists, state.listed[0], state.bounds[0]);
-    picked.cut = kept_from(search, ranks, p, best, state.bounds[0], state.mass, nullptr);
-  }
+  if (!(state.mode & FLAT)) take_list(search, ranks, work.lists, state.listed[0], LONG_LIST, state.bounds[0]);
+  if (ranks.far != nullptr) picked.cut = kept_from(search, ranks, p, best, state.bounds[0], state.mass, nullptr);
   if (picked.cut == NO_CUT) {
-    ranks.listed_from = ~0ull;
+    ranks = whole_row(row);
     picked.cut = kept_from(search, ranks, p, best, state.cut, state.mass, state.mode & FLAT ? work.histogram : nullptr);
   }
-  picked.draw = ranks.listed_from <= picked.cut ? draw_listed(search, ranks, p, position, best, picked.cut)
-                                                : draw_between(row, p, position, best, picked.cut, 0, row.limit);
+  picked.draw = ranks.far != nullptr || ranks.listed_from <= picked.cut
+                    ? draw_listed(search, ranks, p, position, best, picked.cut)
+                    : draw_between(row, p, position, best, picked.cut, 0, row.limit);
   return picked;
 }
 
 // The best `logprobs` raw logits of a row, in order.
 DEVICE void list_best(Search& search, const Workspace& work, const Row& row, const Parameters& p, const State& state,
                       double log_sum, int* ids, float* logprobs) {
-  Ranks ranks = {row, ~0ull};
-  if (state.listed[1] <= LISTED) take_list(search, ranks, work.lists + LISTED, state.listed[1], state.bounds[1]);
+  Ranks ranks = whole_row(row);
+  take_list(search, ranks, work.lists + LONG_LIST, state.listed[1], LISTED, state.bounds[1]);
   sync_block();
   uint64 cut = cut_of(search, ranks, state.bounds[1], raw_weights(p), 0, nullptr);
   if (cut == NO_CUT) cut = state.bounds[1];

@@ -1,11 +1,13 @@
-// What the sampling kernels share: a row's parameters and state, logits as integer ranks, masses, random numbers.
+// What the sampling kernels share: a row's parameters and state, logits as integer ranks, masses.
 // Knows one row; the rules are rvllm/sampling/sampler.py's and draw.py's.
 #pragma once
 
 #include "reduce.cuh"
 
 // A row is cut into slices of whole units, one block's each: as many as there are blocks. Its bits do not depend on that.
-enum : int { UNIT = 1024, GROUP = 16, MOST_TOPS = 20, BINS = 2048, LISTED = 2048 };
+enum : int { UNIT = 1024, GROUP = 8, MOST_TOPS = 20, BINS = 2048 };
+// Ranks in a row's list of what can matter, in that of its raw logits, and in the one that a block holds.
+enum : int { LONG_LIST = 16384, LISTED = 2048 };
 enum : uint32 { INFINITE = 0x7f800000u };
 DEVICE float minus_infinite() { return float_of(INFINITE | 0x80000000u); }
 
@@ -104,8 +106,8 @@ DEVICE float scaled(float logit, float best, float temperature) {
 // The integer part of 2^40 exp(x), x <= 0: sums of masses do not depend on their order.
 DEVICE uint64 mass_of(float x) { return uint64(exponential(x) * 0x1p40f); }
 
-// ---- The workspace, 16-byte aligned: states (rows), slices (rows, units), lists (rows, 2, LISTED), histograms (rows),
-// maxima (rows, 2, 64 units). Of two, the first is of the processed logits, the second of the raw ones.
+// ---- The workspace, 16-byte aligned: states (rows), slices (rows, units), lists (rows, LONG_LIST + LISTED), histograms
+// (rows), maxima (rows, 2, 128 units). Of two, the first is of the processed logits, the second of the raw ones.
 struct Histogram {  // of ranks, the highest in bin 0; a mass is low + 2^32 high
   uint32 count[BINS], low[BINS], high[BINS];
 };
@@ -122,7 +124,7 @@ struct alignas(16) State {
   uint64 cut;             // tokens of this rank and above may be drawn
   uint64 bounds[2];       // ranks from here on are listed: all that can matter
   uint64 mass, raw_mass;  // of all tokens of this rank and above, and of all raw logits
-  uint32 listed[2];       // more than LISTED: the list is not whole
+  uint32 listed[2];       // more than there is room for: the list is not whole
   int token;
   uint32 mode;
   float raw_best;
@@ -154,9 +156,9 @@ DEVICE Workspace workspace_of(unsigned char* base, int rows, int row, int limit)
   State* states = reinterpret_cast<State*>(base);
   Slice* slices = reinterpret_cast<Slice*>(states + rows);
   uint64* lists = reinterpret_cast<uint64*>(slices + int64(rows) * units);
-  Histogram* histograms = reinterpret_cast<Histogram*>(lists + int64(rows) * 2 * LISTED);
+  Histogram* histograms = reinterpret_cast<Histogram*>(lists + int64(rows) * (LONG_LIST + LISTED));
   float* maxima = reinterpret_cast<float*>(histograms + rows);
-  return {states + row,     slices + int64(row) * units,      lists + int64(row) * 2 * LISTED,
+  return {states + row,     slices + int64(row) * units,      lists + int64(row) * (LONG_LIST + LISTED),
           histograms + row, maxima + int64(row) * 2 * groups, groups};
 }
 
@@ -229,86 +231,4 @@ DEVICE Four load_four(const float* row, int first, int end, bool wide) {
     for (int i = 0; i < 4; ++i) four.at[i] = first + i < end ? row[first + i] : 0.0f;
   }
   return four;
-}
-
-// ---- Philox4x64-10 (Salmon et al., SC 2011): the upper halves (part 0) or the lower ones (part 1) of the bits of ids
-// 16 block..16 block + 15, two of them in a word.
-enum : int { BLOCK_IDS = 16 };
-struct Words8 {
-  uint32 word[BLOCK_IDS / 2];
-};
-DEVICE uint64 upper_product(uint64 a, uint64 b) {
-  const uint64 a_low = uint32(a), a_high = a >> 32, b_low = uint32(b), b_high = b >> 32;
-  const uint64 middle = a_high * b_low + (a_low * b_low >> 32);
-  return a_high * b_high + (middle >> 32) + ((a_low * b_high + uint32(middle)) >> 32);
-}
-DEVICE Words8 philox(int64 seed, uint32 position, uint32 block, uint32 part) {
-  uint64 c0 = uint64(block) + 1, c1 = position, c2 = part, c3 = 0, k0 = uint64(seed), k1 = 0;
-  UNROLL
-  for (int round = 0; round < 10; ++round) {
-    const uint64 first = 0xd2e7470ee14c6c93ull, second = 0xca5a826395121157ull;
-    const uint64 c0_next = upper_product(second, c2) ^ c1 ^ k0, c2_next = upper_product(first, c0) ^ c3 ^ k1;
-    c1 = second * c2;
-    c3 = first * c0;
-    c0 = c0_next;
-    c2 = c2_next;
-    k0 += 0x9e3779b97f4a7c15ull;
-    k1 += 0xbb67ae8584caa73bull;
-  }
-  return {{uint32(c0), uint32(c0 >> 32), uint32(c1), uint32(c1 >> 32), uint32(c2), uint32(c2 >> 32), uint32(c3),
-           uint32(c3 >> 32)}};
-}
-
-// The random bits of the i-th of the block's ids.
-struct Bits {
-  Words8 upper, lower;
-  DEVICE uint32 of(int i) const {
-    const uint32 high = upper.word[i / 2], low = lower.word[i / 2];
-    return i % 2 ? (high & 0xffff0000u) | low >> 16 : high << 16 | (low & 0xffffu);
-  }
-};
-DEVICE Bits random_bits(int64 seed, uint32 position, int block) {
-  return {philox(seed, position, uint32(block), 0), philox(seed, position, uint32(block), 1)};
-}
-
-// 32 random bits as a float strictly between 0 and 1; the product is exact, so fused is as good as unfused.
-DEVICE float unit_float(uint32 bits) {
-  const float spread = fused_multiply_add(float(bits), 0x1p-32f, 0x1p-33f);
-  return spread < 0x1.fffffep-1f ? spread : 0x1.fffffep-1f;
-}
-
-// The best score x + g and its id.
-struct Draw {
-  double score;
-  int id;
-  // g = -ln(-ln(1 - v)) in double, as the definition has it. Since -ln(1 - v) > v, x - ln(v) bounds it from above: few
-  // tokens need more. The winner's bound errs by less than 1e-5.
-  DEVICE void see(int at, float x, float v) {
-    if (x - logarithm(v) + 1e-3f < float(score)) return;
-    const double value = double(x) - logarithm(-logarithm(1.0 - double(v)));
-    if (value > score || (value == score && uint32(at) < uint32(id))) {
-      score = value;
-      id = at;
-    }
-  }
-};
-DEVICE Draw better_draw(const Draw& a, const Draw& b) {
-  return a.score > b.score || (a.score == b.score && uint32(a.id) < uint32(b.id)) ? a : b;
-}
-DEVICE Draw no_draw() { return {-double(float_of(INFINITE)), -1}; }
-// Of all lanes: the id decides between equal scores, none (-1) last.
-DEVICE Draw warp_draw(Draw mine) {
-  UNROLL
-  for (int apart = WARP / 2; apart > 0; apart /= 2) {
-    mine = better_draw(mine, {shuffle_xor(mine.score, apart), shuffle_xor(mine.id, apart)});
-  }
-  return mine;
-}
-// Of all threads; every one gets it. Between two calls there must be a sync_block().
-DEVICE Draw block_draw(Draw mine) {
-  SHARED_ARRAY(Draw, parts, MOST_WARPS);
-  mine = warp_draw(mine);
-  if (lane_index() == 0) parts[warp_index()] = mine;
-  sync_block();
-  return warp_draw(parts[lane_index() < warp_count() ? lane_index() : 0]);
 }

@@ -61,19 +61,38 @@ struct Search {
   uint32 count, listed;
 };
 
-// A row, and once it is short enough a list of its ranks from `listed_from` on, in any order.
+// A row; where other blocks have made one, a list in global memory of its ranks from `far_from` on, in any order; and once
+// it is short enough one in shared memory, from `listed_from` on.
 struct Ranks {
   Row row;
-  uint64 listed_from;
+  const uint64* far;
+  int far_count;
+  uint64 far_from, listed_from;
 };
+DEVICE Ranks whole_row(const Row& row) { return {row, nullptr, 0, ~0ull, ~0ull}; }
 
 // visit(rank) of every rank from `lowest` on.
 template <typename Visit>
 DEVICE void visit_ranks(const Search& search, const Ranks& ranks, uint64 lowest, Visit visit) {
+  enum : int { LOADS = 4 };
   if (ranks.listed_from <= lowest) {
     NO_UNROLL
     for (int i = thread_index(); i < int(search.listed); i += thread_count()) {
       if (search.list[i] >= lowest) visit(search.list[i]);
+    }
+  } else if (ranks.far_from <= lowest) {
+    NO_UNROLL
+    for (int start = thread_index(); start < ranks.far_count; start += LOADS * thread_count()) {
+      uint64 found[LOADS];
+      UNROLL
+      for (int j = 0; j < LOADS; ++j) {
+        const int i = start + j * thread_count();
+        found[j] = i < ranks.far_count ? ranks.far[i] : 0;
+      }
+      UNROLL
+      for (int j = 0; j < LOADS; ++j) {
+        if (found[j] >= lowest) visit(found[j]);
+      }
     }
   } else {
     ranks.row.visit<2>(0, ranks.row.limit, [&](int id, float logit) {
@@ -92,14 +111,13 @@ DEVICE void make_list(Search& search, Ranks& ranks, uint64 lowest) {
   sync_block();
 }
 
-// Ranks that other blocks have listed, all of them from `lowest` on.
-DEVICE void take_list(Search& search, Ranks& ranks, const uint64* list, uint32 count, uint64 lowest) {
-  sync_block();
-  if (thread_index() == 0) search.listed = count;
-  NO_UNROLL
-  for (int i = thread_index(); i < int(count); i += thread_count()) search.list[i] = list[i];
-  ranks.listed_from = lowest;
-  sync_block();
+// Takes the list that other blocks have made, all of the ranks from `lowest` on, if it is whole.
+DEVICE void take_list(Search& search, Ranks& ranks, const uint64* list, uint32 count, int room, uint64 lowest) {
+  if (count > uint32(room)) return;
+  ranks.far = list;
+  ranks.far_count = int(count);
+  ranks.far_from = lowest;
+  if (count <= LISTED) make_list(search, ranks, lowest);
 }
 
 // Turns a thread's sum into that of all threads before it; gives the sum of all. Between two calls there must be a

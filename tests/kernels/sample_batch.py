@@ -17,7 +17,7 @@ STEM = "sample"
 RNG = np.random.default_rng(22)
 TOPS = 20
 UNIT = 1024
-LISTED = 2048
+LONG_LIST = 16384
 PLANES = 5
 PENALISED, BIASED, FORBIDDEN, BARRED = 1, 2, 4, 8
 FLAT = 8  # of a row's mode
@@ -103,7 +103,7 @@ def parameters_of(
 
 def workspace(rows: int, limit: int) -> npt.NDArray[np.uint8]:
     """What any earlier use may have left there."""
-    return RNG.integers(0, 256, rows * (57424 + 560 * -(-limit // UNIT)), dtype=np.uint8)
+    return RNG.integers(0, 256, rows * (172112 + 1072 * -(-limit // UNIT)), dtype=np.uint8)
 
 
 def run(

@@ -20,7 +20,7 @@ from rvllm.sampling.params import SamplingParams
 from rvllm.sampling.philox import UNIT_MAX, uniform
 from rvllm.sampling.sampler import Sampled, SamplingRow, process_logits, sample_rows
 from tests.kernels.device import Device
-from tests.kernels.sample_batch import FLAT, FULL, SMALL, UNIT, Drawn, kept_ids, run, workspace
+from tests.kernels.sample_batch import FLAT, FULL, LONG_LIST, SMALL, UNIT, Drawn, kept_ids, run, workspace
 
 RNG = np.random.default_rng(21)
 LOGPROB_ERROR = 1e-5  # exp and ln of float are 2 ulp off, a sum of masses 2**-40 a token
@@ -235,6 +235,7 @@ BIG_RULES: list[dict[str, Any]] = [
     {"top_k": 50},
     {"top_k": 50, "top_p": 0.8, "min_p": 0.02, "temperature": 0.7, "logprobs": 20},
     {"top_k": 5000, "top_p": 0.7},  # what is left is too much for a list
+    {"top_k": 2500, "top_p": 0.9, "temperature": 4.0},  # and here for one that a block holds
     {"temperature": 0.0, "logprobs": 5},
     {"repetition_penalty": 1.2, "frequency_penalty": 0.1, "temperature": 2.0, "top_p": 0.97},
 ]
@@ -266,8 +267,8 @@ def test_a_short_list_holds_what_can_matter(device: Device) -> None:
     listed, modes = states[:, 48:56].copy().view(np.uint32), states[:, 60:64].copy().view(np.uint32)
     for index, row in enumerate(rows):
         assert not modes[index, 0] & FLAT and bounds[index, 0] <= cuts[index, 0]
-        assert listed[index, 0] <= 100 + 2 * len(keep(logits[index], row.params).ids)
-        assert listed[index, 1] <= 40
+        assert len(keep(logits[index], row.params).ids) <= listed[index, 0] <= LONG_LIST
+        assert 20 <= listed[index, 1] <= 40
 
 
 EQUAL_RULES: list[dict[str, Any]] = [

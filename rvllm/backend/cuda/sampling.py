@@ -22,7 +22,7 @@ from rvllm.sampling.sampler import Sampled, SamplingRow
 MOST_LOGPROBS = 20
 UNIT = 1024  # logits: the smallest part of a row that has a block
 PARAMETER_BYTES = 92  # of one row
-_ROW_BYTES, _UNIT_BYTES = 57424, 560  # of the workspace
+_ROW_BYTES, _UNIT_BYTES = 172112, 1072  # of the workspace
 _BLOCKS = 8  # of sample_scan that a multiprocessor is given before they take more than one unit each
 _MOST_UNITS = 4
 
