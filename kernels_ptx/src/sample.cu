@@ -21,8 +21,8 @@
 //   row asks for n <= 20, high to low, ties by id; where there are fewer, -1 and -inf. Nothing else is written, but the
 //   drawn token is counted in the slot of a row with penalties (sample_edits.cuh).
 // launch: scan, weigh, draw: grid (1..units, rows), block 256, with draw's number of blocks as `slices` of finish; bound:
-//   grid (rows), block 512; finish: grid (rows), block 256. No dynamic shared memory. Any power of two from 32 to those numbers of threads, and any
-//   number of blocks, gives the same bits.
+//   grid (rows), block 512; finish: grid (rows), block 256. No dynamic shared memory. Any power of two from 32 to those
+//   numbers of threads, and any number of blocks, gives the same bits.
 // bound: 4 vocab bytes a row each for scan, weigh and draw; some 30 integer operations a token that is drawn from.
 // assumes: logits and workspace start on 16 bytes, parameters on 8; vocab_limit <= vocab; rows <= 65535; no two rows with
 //   edits have one slot.
