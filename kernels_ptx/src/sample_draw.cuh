@@ -8,6 +8,12 @@
 enum : int { BLOCK_IDS = 16 };
 struct Words8 {
   uint32 word[BLOCK_IDS / 2];
+  // By choices and not by an index, which would put the words into memory.
+  DEVICE uint32 at(int i) const {
+    const uint32 a = i & 1 ? word[1] : word[0], b = i & 1 ? word[3] : word[2];
+    const uint32 c = i & 1 ? word[5] : word[4], d = i & 1 ? word[7] : word[6];
+    return i & 4 ? (i & 2 ? d : c) : (i & 2 ? b : a);
+  }
 };
 DEVICE uint64 upper_product(uint64 a, uint64 b) {
   const uint64 a_low = uint32(a), a_high = a >> 32, b_low = uint32(b), b_high = b >> 32;
@@ -35,7 +41,7 @@ DEVICE Words8 philox(int64 seed, uint32 position, uint32 block, uint32 part) {
 struct Bits {
   Words8 upper, lower;
   DEVICE uint32 of(int i) const {
-    const uint32 high = upper.word[i / 2], low = lower.word[i / 2];
+    const uint32 high = upper.at(i / 2), low = lower.at(i / 2);
     return i % 2 ? (high & 0xffff0000u) | low >> 16 : high << 16 | (low & 0xffffu);
   }
 };
@@ -119,10 +125,7 @@ DEVICE Draw draw_listed(const Search& search, const Ranks& ranks, const Paramete
   visit_ranks(search, ranks, cut, [&](uint64 rank) {
     const int id = id_of(rank);
     const Bits bits = random_bits(p.seed, position, id / BLOCK_IDS);
-    uint32 own = 0;
-    UNROLL
-    for (int i = 0; i < BLOCK_IDS; ++i) own = id % BLOCK_IDS == i ? bits.of(i) : own;
-    draw.see(id, scaled(logit_of(rank), best, p.temperature), unit_float(own));
+    draw.see(id, scaled(logit_of(rank), best, p.temperature), unit_float(bits.of(id % BLOCK_IDS)));
   });
   return draw;
 }
