@@ -217,9 +217,10 @@ class LLM:
                 raise BadRequest(f"prompt has token id {token!r}, ids are 0 to {limit - 1:,}", param="prompt")
         params = self._with_bad_word_ids(params)
         params.check_vocabulary(limit)
-        if (params.logprobs or 0) > self.config.max_logprobs:
-            most = self.config.max_logprobs
-            raise BadRequest(f"logprobs is {params.logprobs}, the limit is {most}", param="logprobs")
+        most = self.config.max_logprobs
+        for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if (asked or 0) > most:
+                raise BadRequest(f"{name} is {asked}, the limit is {most}", param=name)
         self._requests += 1
         return Request(f"request-{self._requests}", tuple(prompt_ids), params, self._seed(params, index))
 
