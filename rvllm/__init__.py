@@ -7,18 +7,18 @@ from rvllm.version import VERSION as __version__
 TYPE_CHECKING = False  # typing's own costs 5 ms of every start
 if TYPE_CHECKING:
     from rvllm.llm import LLM, RequestOutput
+    from rvllm.sampling.api import Sampler, SamplerOutput, sample_batch
     from rvllm.sampling.params import SamplingParams
-    from rvllm.sampling.sampler import Sampler, SamplerOutput, sample_batch
     from rvllm.text.tokenizer import Tokenizer
 
 _HOMES = {
     "LLM": "rvllm.llm",
     "RequestOutput": "rvllm.llm",
-    "Sampler": "rvllm.sampling.sampler",
-    "SamplerOutput": "rvllm.sampling.sampler",
+    "Sampler": "rvllm.sampling.api",
+    "SamplerOutput": "rvllm.sampling.api",
     "SamplingParams": "rvllm.sampling.params",
     "Tokenizer": "rvllm.text.tokenizer",
-    "sample_batch": "rvllm.sampling.sampler",
+    "sample_batch": "rvllm.sampling.api",
 }
 __all__ = [
     "LLM",

@@ -260,11 +260,23 @@ class LLM:
     ) -> Request:
         """The index-th of n requests, its id and seed settled. Raises BadRequest where the engine cannot run it."""
         limit = self._engine.limits.vocab_limit
+        params = self._with_bad_word_ids(params)
         check_request(prompt_ids, params, vocab_limit=limit, max_logprobs=self.config.max_logprobs)
         terms.check()
         self._requests += 1
         name, seed = f"request-{self._requests}", self._seed(params, index)
         return Request(name, tuple(prompt_ids), params, seed, terms.priority, terms.cache_salt)
+
+    def _with_bad_word_ids(self, params: SamplingParams) -> SamplingParams:
+        """As in vLLM, a bad word is barred as it stands at the beginning of a text and as it follows a space."""
+        found = list(params.bad_words_token_ids)
+        for word in params.bad_words:
+            for text in (word.lstrip(), " " + word.lstrip()):
+                ids = tuple(self.tokenizer.encode(text, add_special_tokens=False)) if word.strip() else ()
+                if not ids:
+                    raise BadRequest(f"bad_words has {word!r}, which has no tokens", param="bad_words")
+                found.append(ids)
+        return replace(params, bad_words=(), bad_words_token_ids=tuple(dict.fromkeys(found))) if found else params
 
     def _seed(self, params: SamplingParams, index: int) -> int:
         """The request's own seed, else one that follows from the engine's and the request's number, else entropy."""

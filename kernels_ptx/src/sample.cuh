@@ -1,48 +1,74 @@
-// What the sampling kernels share: a row's parameters and state, logits as integer ranks, masses, random numbers.
+// What the sampling kernels share: a row's parameters and state, logits as integer ranks, masses.
 // Knows one row; the rules are rvllm/sampling/sampler.py's and draw.py's.
 #pragma once
 
 #include "reduce.cuh"
 
-// A slice of a row is one block's; a row's bits do not depend on how many rows there are.
-enum : int { SLICE = 4096, MOST_TOPS = 20, BINS = 2048 };
+// A row is cut into slices of whole units, one block's each: as many as there are blocks. Its bits do not depend on that.
+enum : int { UNIT = 1024, GROUP = 8, MOST_TOPS = 20, BINS = 2048 };
+// Ranks in a row's list of what can matter, in that of its raw logits, and in the one that a block holds.
+enum : int { LONG_LIST = 16384, LISTED = 2048 };
 enum : uint32 { INFINITE = 0x7f800000u };
+DEVICE float minus_infinite() { return float_of(INFINITE | 0x80000000u); }
+
+// What happens to a row's logits before it is drawn from; its mask, if there is one, besides.
+enum : uint32 { PENALISED = 1, BIASED = 2, FORBIDDEN = 4, BARRED = 8 };
 
 // One row of the parameters: an array after another, each of `rows` elements, in this order.
 struct Parameters {
   double top_p;       // 0 < top_p <= 1
   double min_p_drop;  // temperature ln(min_p); -inf: off
   int64 seed;
+  uint32* bits;        // of the row's slot, read and written where `edits` says so: see sample_edits.cuh
+  uint32* counts;      // how often each id is in the output; means something where its output bit is set
+  const float* bias;   // of each id; means something where its bias bit is set
+  const uint32* mask;  // bit id % 32 of word id / 32 allows id; null: all are
   float temperature;
   float repetition, presence, frequency;  // penalties; 1, 0, 0: off
   int top_k;                              // 0: off
   int greedy;                             // not 0: the best logit, without chance
-  int mask_row;                           // of `masks`; -1: every id is allowed
   int logprobs;                           // -1: none; n: the token's, and the n best
+  int given;                              // the token, where it is known; -1: it is drawn
+  uint32 edits;
 };
 
 DEVICE Parameters parameters_of(const void* block, int rows, int row) {
   const double* wide = static_cast<const double*>(block) + row;
-  const float* narrow = static_cast<const float*>(block) + 6 * int64(rows) + row;
+  const uint64* addresses = reinterpret_cast<const uint64*>(wide) + 3 * int64(rows);
+  const float* narrow = static_cast<const float*>(block) + 14 * int64(rows) + row;
   const int* whole = reinterpret_cast<const int*>(narrow) + 4 * int64(rows);
   Parameters p;
   p.top_p = wide[0];
   p.min_p_drop = wide[rows];
   p.seed = reinterpret_cast<const int64*>(wide)[2 * rows];
+  p.bits = reinterpret_cast<uint32*>(addresses[0]);
+  p.counts = reinterpret_cast<uint32*>(addresses[rows]);
+  p.bias = reinterpret_cast<const float*>(addresses[2 * rows]);
+  p.mask = reinterpret_cast<const uint32*>(addresses[3 * rows]);
   p.temperature = narrow[0];
   p.repetition = narrow[rows];
   p.presence = narrow[2 * rows];
   p.frequency = narrow[3 * rows];
   p.top_k = whole[0];
   p.greedy = whole[rows];
-  p.mask_row = whole[2 * rows];
-  p.logprobs = whole[3 * rows];
+  p.logprobs = whole[2 * rows];
+  p.given = whole[3 * rows];
+  p.edits = uint32(whole[4 * rows]);
   return p;
 }
 
 DEVICE bool cuts_by_count(const Parameters& p, int limit) { return p.top_k > 0 && p.top_k < limit; }
-// Whether a threshold has to be searched for.
-DEVICE bool selects(const Parameters& p, int limit) { return !p.greedy && (cuts_by_count(p, limit) || p.top_p < 1.0); }
+// Whether chance has to do with it, and whether a threshold has to be searched for.
+DEVICE bool is_drawn(const Parameters& p) { return !p.greedy && p.given < 0; }
+DEVICE bool selects(const Parameters& p, int limit) {
+  return is_drawn(p) && (cuts_by_count(p, limit) || p.top_p < 1.0);
+}
+// A row that sample_scan alone is for: nothing is drawn, no log-probability told.
+DEVICE bool is_plain(const Parameters& p) { return !is_drawn(p) && p.logprobs < 0; }
+// Top_p counts the mass of what top_k leaves; where that leaves all, the whole row's.
+DEVICE bool cuts_by_mass_alone(const Parameters& p, int limit) {
+  return is_drawn(p) && p.top_p < 1.0 && !cuts_by_count(p, limit);
+}
 
 // ---- Ranks: a logit and its id as one integer, larger for larger logits and then for lower ids; both zeros are equal.
 enum : uint64 { NO_RANK = 0, LOWEST_RANK = 0x00800000ull << 32 };  // of any logit above -inf
@@ -61,7 +87,7 @@ DEVICE uint64 larger_rank(uint64 a, uint64 b) { return a > b ? a : b; }
 
 // The best of logits that are seen in order of their ids. NaN is never better.
 struct Best {
-  float logit = float_of(INFINITE | 0x80000000u);
+  float logit = minus_infinite();
   int id = -1;
   DEVICE void see(int at, float value) {
     if (value > logit) {
@@ -74,49 +100,66 @@ struct Best {
 
 // x of step 3. Where the best is +inf, all its equals share the chance and the others have none.
 DEVICE float scaled(float logit, float best, float temperature) {
-  if (bits_of(best) == INFINITE) return logit == best ? 0.0f : float_of(INFINITE | 0x80000000u);
+  if (bits_of(best) == INFINITE) return logit == best ? 0.0f : minus_infinite();
   return (logit - best) / temperature;
 }
 // The integer part of 2^40 exp(x), x <= 0: sums of masses do not depend on their order.
 DEVICE uint64 mass_of(float x) { return uint64(exponential(x) * 0x1p40f); }
 
-// ---- The workspace, 16-byte aligned: states (rows), slices (rows, slices), histograms (rows, 2), scratch (rows,
-// vocab).
+// ---- The workspace, 16-byte aligned: states (rows), slices (rows, units), lists (rows, LONG_LIST + LISTED), histograms
+// (rows), maxima (rows, 2, 128 units). Of two, the first is of the processed logits, the second of the raw ones.
 struct Histogram {  // of ranks, the highest in bin 0; a mass is low + 2^32 high
   uint32 count[BINS], low[BINS], high[BINS];
 };
 enum : int { HISTOGRAM_WORDS = 3 * BINS };
-struct alignas(16) State {
-  uint64 best;  // NO_RANK: no token can be drawn
-  uint64 cut;   // tokens of this rank and above may be drawn
+enum : uint32 {
+  DONE = 1,    // nothing is left to do
+  KNOWN = 2,   // the token is; its log-probability and the best ones are not
+  DIRECT = 4,  // ranks from `cut` on are drawn from; otherwise a cut has to be found
+  FLAT = 8,    // and it has so many ranks before it that no list of them is made
+  OPEN = 16    // before penalties, an id that is not forbidden has a logit above -inf
 };
-enum : uint32 { HAS_NAN = 1, IS_OPEN = 2 };
+struct alignas(16) State {
+  uint64 best;            // NO_RANK: no token can be drawn
+  uint64 cut;             // tokens of this rank and above may be drawn
+  uint64 bounds[2];       // ranks from here on are listed: all that can matter
+  uint64 mass, raw_mass;  // of all tokens of this rank and above, and of all raw logits
+  uint32 listed[2];       // more than there is room for: the list is not whole
+  int token;
+  uint32 mode;
+  float raw_best;
+  uint32 zeros[3];  // 80 bytes, all of them written
+};
 struct alignas(16) Slice {
   uint64 best;       // of the processed logits
   uint64 forbidden;  // the best of the forbidden ids, as if they were not
-  uint64 raw_mass;   // of the raw logits, their slice's best: 2^40
-  double score;      // the largest x + g
-  int drawn;         // and its id
-  float raw_best;
-  uint32 flags;  // IS_OPEN: before penalties, an id that is not forbidden has a logit above -inf
+  uint64 raw_best;
+  double score;  // the largest x + g
+  int drawn;     // and its id
+  uint32 flags;  // HAS_NAN, OPEN
+  float mass;    // about: of the processed logits, the slice's best: 1
   uint32 zero;   // 48 bytes, all of them written
 };
+enum : uint32 { HAS_NAN = 1 };
 struct Workspace {
-  State* states;
+  State* state;
   Slice* slices;
-  Histogram* histograms;
-  float* scratch;
+  uint64* lists;
+  Histogram* histogram;
+  float* maxima;  // of the raw logits from maxima + groups on
+  int groups;
 };
 
-DEVICE int slices_of(int limit) { return (limit + SLICE - 1) / SLICE; }
-// What belongs to `row`; the two histograms are of the processed and of the raw logits.
-DEVICE Workspace workspace_of(unsigned char* base, int rows, int row, int vocab, int limit) {
+DEVICE int units_of(int limit) { return (limit + UNIT - 1) / UNIT; }
+DEVICE Workspace workspace_of(unsigned char* base, int rows, int row, int limit) {
+  const int units = units_of(limit), groups = units * (UNIT / GROUP);
   State* states = reinterpret_cast<State*>(base);
   Slice* slices = reinterpret_cast<Slice*>(states + rows);
-  Histogram* histograms = reinterpret_cast<Histogram*>(slices + int64(rows) * slices_of(limit));
-  float* scratch = reinterpret_cast<float*>(histograms + 2 * int64(rows));
-  return {states + row, slices + int64(row) * slices_of(limit), histograms + 2 * int64(row),
-          scratch + int64(row) * vocab};
+  uint64* lists = reinterpret_cast<uint64*>(slices + int64(rows) * units);
+  Histogram* histograms = reinterpret_cast<Histogram*>(lists + int64(rows) * (LONG_LIST + LISTED));
+  float* maxima = reinterpret_cast<float*>(histograms + rows);
+  return {states + row,     slices + int64(row) * units,      lists + int64(row) * (LONG_LIST + LISTED),
+          histograms + row, maxima + int64(row) * 2 * groups, groups};
 }
 
 // ---- Reductions. `join` is associative and commutative; every lane, or thread, gets the result.
@@ -138,43 +181,38 @@ DEVICE uint64 block_joined(uint64 value, Join join) {
   return warp_joined(lane_index() < warp_count() ? parts[lane_index()] : uint64(0), join);  // 0 changes no result
 }
 
-// The best rank of a whole row and whether only forbidden ids remain; made by every warp for itself.
-struct Summary {
-  uint64 best;
-  bool has_nan, is_open;
-};
-DEVICE Summary summary_of(const Slice* slices, int limit) {
-  uint64 best = NO_RANK, forbidden = NO_RANK;
-  uint32 flags = 0;
-  NO_UNROLL
-  for (int i = lane_index(); i < slices_of(limit); i += WARP) {
-    best = larger_rank(best, slices[i].best);
-    forbidden = larger_rank(forbidden, slices[i].forbidden);
-    flags |= slices[i].flags;
+// True in every thread of the block of a row that arrives last; what the others wrote is then seen, and the counter is
+// zero again. The block's threads have met since they last wrote: the fence is for all of them.
+DEVICE bool arrives_last(uint32* counter) {
+  SHARED_ARRAY(int, last, 1);
+  if (thread_index() == 0) {
+    fence();
+    last[0] = int(atomic_add(counter, 1u)) + 1 == grid_x();
+    fence();
+    if (last[0]) *counter = 0;
   }
-  best = warp_best(best);
-  forbidden = warp_best(forbidden);
-  const bool has_nan = lanes_where(flags & HAS_NAN) != 0, is_open = lanes_where(flags & IS_OPEN) != 0;
-  return {has_nan ? uint64(NO_RANK) : is_open ? best : forbidden, has_nan, is_open};
+  sync_block();
+  return last[0] != 0;
 }
 
-// max and ln sum exp(logit - max) of a row's raw logits, in the order of slices and lanes; by every warp for itself.
-struct Normaliser {
-  float best;
-  double log_sum;
+// What the slices of a row have together; made by every warp for itself.
+struct Summary {
+  uint64 best, raw_best;  // NO_RANK: no token can be drawn
+  bool has_nan, is_open;
 };
-DEVICE Normaliser normaliser_of(const Slice* slices, int limit) {
-  float best = float_of(INFINITE | 0x80000000u);
+DEVICE Summary summary_of(const Slice* slices, int count) {
+  uint64 best = NO_RANK, forbidden = NO_RANK, raw = NO_RANK;
+  uint32 flags = 0;
   NO_UNROLL
-  for (int i = lane_index(); i < slices_of(limit); i += WARP) best = larger(best, slices[i].raw_best);
-  best = warp_joined(best, larger);
-  double sum = 0.0;
-  NO_UNROLL
-  for (int i = lane_index(); i < slices_of(limit); i += WARP) {
-    if (slices[i].raw_mass) sum += double(slices[i].raw_mass) * exponential(scaled(slices[i].raw_best, best, 1.0f));
+  for (int i = lane_index(); i < count; i += WARP) {
+    best = larger_rank(best, slices[i].best);
+    forbidden = larger_rank(forbidden, slices[i].forbidden);
+    raw = larger_rank(raw, slices[i].raw_best);
+    flags |= slices[i].flags;
   }
-  sum = warp_joined(sum, [](double a, double b) { return a + b; });
-  return {best, logarithm(sum * 0x1p-40)};
+  const bool has_nan = lanes_where(flags & HAS_NAN) != 0, is_open = lanes_where(flags & OPEN) != 0;
+  best = warp_best(is_open ? best : forbidden);
+  return {has_nan ? uint64(NO_RANK) : best, warp_best(raw), has_nan, is_open};
 }
 
 // ---- Visiting a row. Ids come in groups of four, as random numbers do.
@@ -193,75 +231,4 @@ DEVICE Four load_four(const float* row, int first, int end, bool wide) {
     for (int i = 0; i < 4; ++i) four.at[i] = first + i < end ? row[first + i] : 0.0f;
   }
   return four;
-}
-
-// visit(id, logit) for this thread's part of [begin, end), ids ascending; begin is a multiple of four. LOADS are under way
-// at once.
-template <int LOADS, typename Visit>
-DEVICE void visit_logits(const float* row, int begin, int end, bool wide, Visit visit) {
-  const int apart = 4 * thread_count();
-  NO_UNROLL
-  for (int first = begin + 4 * thread_index(); first < end; first += LOADS * apart) {
-    Four fours[LOADS] = {};
-    UNROLL
-    for (int j = 0; j < LOADS; ++j) {
-      if (first + j * apart < end) fours[j] = load_four(row, first + j * apart, end, wide);
-    }
-    UNROLL
-    for (int j = 0; j < LOADS; ++j) {
-      UNROLL
-      for (int i = 0; i < 4; ++i) {
-        if (first + j * apart + i < end) visit(first + j * apart + i, fours[j].at[i]);
-      }
-    }
-  }
-}
-
-// ---- Philox4x32-10 (Salmon et al., SC 2011): the numbers of ids 4 block..4 block + 3.
-DEVICE Words4 philox(int64 seed, uint32 position, uint32 block) {
-  uint32 c0 = block, c1 = position, c2 = 0, c3 = 0, k0 = uint32(seed), k1 = uint32(uint64(seed) >> 32);
-  UNROLL
-  for (int round = 0; round < 10; ++round) {
-    const uint64 a = 0xd2511f53ull * c0, b = 0xcd9e8d57ull * c2;
-    c0 = uint32(b >> 32) ^ c1 ^ k0;
-    c2 = uint32(a >> 32) ^ c3 ^ k1;
-    c1 = uint32(b);
-    c3 = uint32(a);
-    k0 += 0x9e3779b9u;
-    k1 += 0xbb67ae85u;
-  }
-  return {{c0, c1, c2, c3}};
-}
-
-// 32 random bits as a float strictly between 0 and 1; the product is exact, so fused is as good as unfused.
-DEVICE float unit_float(uint32 bits) {
-  const float spread = fused_multiply_add(float(bits), 0x1p-32f, 0x1p-33f);
-  return spread < 0x1.fffffep-1f ? spread : 0x1.fffffep-1f;
-}
-
-// The best score x + g and its id, of tokens that are seen in order of their ids.
-struct Draw {
-  double score;
-  int id;
-  // g = -ln(-ln(1 - v)) in double, as the definition has it. Since -ln(1 - v) > v, x - ln(v) bounds it from above: few
-  // tokens need more. The winner's bound errs by less than 1e-5.
-  DEVICE void see(int at, float x, float v) {
-    if (x - logarithm(v) + 1e-3f < float(score)) return;
-    const double value = double(x) - logarithm(-logarithm(1.0 - double(v)));
-    if (value > score) {
-      score = value;
-      id = at;
-    }
-  }
-};
-DEVICE Draw better_draw(const Draw& a, const Draw& b) {
-  return a.score > b.score || (a.score == b.score && uint32(a.id) < uint32(b.id)) ? a : b;
-}
-// Of all lanes: the id decides between equal scores, none (-1) last.
-DEVICE Draw warp_draw(Draw mine) {
-  UNROLL
-  for (int apart = WARP / 2; apart > 0; apart /= 2) {
-    mine = better_draw(mine, {shuffle_xor(mine.score, apart), shuffle_xor(mine.id, apart)});
-  }
-  return mine;
 }

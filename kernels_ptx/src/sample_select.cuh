@@ -2,9 +2,10 @@
 // highest eleven bits of the rank down. All sums are integers, so their order is free. One block works on one row.
 #pragma once
 
-#include "sample.cuh"
+#include "sample_edits.cuh"
 
-enum : int { DIGIT_BITS = 11, LISTED = 2048 };
+enum : int { DIGIT_BITS = 11 };
+enum : uint64 { NO_CUT = ~0ull };
 
 DEVICE void clear(Histogram& histogram) {
   uint32* words = histogram.count;
@@ -60,24 +61,41 @@ struct Search {
   uint32 count, listed;
 };
 
-// A row, and once it is short enough a list of its ranks from `listed_from` on, in any order.
+// A row; where other blocks have made one, a list in global memory of its ranks from `far_from` on, in any order; and once
+// it is short enough one in shared memory, from `listed_from` on.
 struct Ranks {
-  const float* row;
-  int limit;
-  bool wide;
-  uint64 listed_from;
+  Row row;
+  const uint64* far;
+  int far_count;
+  uint64 far_from, listed_from;
 };
+DEVICE Ranks whole_row(const Row& row) { return {row, nullptr, 0, ~0ull, ~0ull}; }
 
 // visit(rank) of every rank from `lowest` on.
 template <typename Visit>
 DEVICE void visit_ranks(const Search& search, const Ranks& ranks, uint64 lowest, Visit visit) {
+  enum : int { LOADS = 4 };
   if (ranks.listed_from <= lowest) {
     NO_UNROLL
     for (int i = thread_index(); i < int(search.listed); i += thread_count()) {
       if (search.list[i] >= lowest) visit(search.list[i]);
     }
+  } else if (ranks.far_from <= lowest) {
+    NO_UNROLL
+    for (int start = thread_index(); start < ranks.far_count; start += LOADS * thread_count()) {
+      uint64 found[LOADS];
+      UNROLL
+      for (int j = 0; j < LOADS; ++j) {
+        const int i = start + j * thread_count();
+        found[j] = i < ranks.far_count ? ranks.far[i] : 0;
+      }
+      UNROLL
+      for (int j = 0; j < LOADS; ++j) {
+        if (found[j] >= lowest) visit(found[j]);
+      }
+    }
   } else {
-    visit_logits<2>(ranks.row, 0, ranks.limit, ranks.wide, [&](int id, float logit) {
+    ranks.row.visit<2>(0, ranks.row.limit, [&](int id, float logit) {
       const uint64 rank = rank_of(logit, id);
       if (rank >= lowest) visit(rank);
     });
@@ -91,6 +109,15 @@ DEVICE void make_list(Search& search, Ranks& ranks, uint64 lowest) {
   visit_ranks(search, ranks, lowest, [&](uint64 rank) { search.list[atomic_add(&search.listed, 1u)] = rank; });
   ranks.listed_from = lowest;
   sync_block();
+}
+
+// Takes the list that other blocks have made, all of the ranks from `lowest` on, if it is whole.
+DEVICE void take_list(Search& search, Ranks& ranks, const uint64* list, uint32 count, int room, uint64 lowest) {
+  if (count > uint32(room)) return;
+  ranks.far = list;
+  ranks.far_count = int(count);
+  ranks.far_from = lowest;
+  if (count <= LISTED) make_list(search, ranks, lowest);
 }
 
 // Turns a thread's sum into that of all threads before it; gives the sum of all. Between two calls there must be a
@@ -162,10 +189,12 @@ DEVICE bool find_bin(Search& search, const Weights& weights, uint64& wanted) {
   return true;
 }
 
-// Of the ranks from `lowest` on, the shortest prefix of their order that weighs as much as is wanted: a rank that divides
-// it from the rest. `lowest` where all together do not. `counted`: their histogram by the first digit, or null.
-DEVICE uint64 cut_of(Search& search, Ranks& ranks, uint64 lowest, const Weights& weights, const Histogram* counted) {
-  uint64 low = 0, wanted = 0;
+// Of the ranks from `lowest` on, the shortest prefix of their order that weighs `wanted`, 0: what the weights want of all.
+// Gives a rank that divides it from the rest, NO_CUT where all together weigh less. `counted`: their histogram by the
+// first digit, or null.
+DEVICE uint64 cut_of(Search& search, Ranks& ranks, uint64 lowest, const Weights& weights, uint64 wanted,
+                     const Histogram* counted) {
+  uint64 low = 0;
   uint32 above = 0;  // ranks above the bin
   NO_UNROLL
   for (int width = 64; width > 0;) {
@@ -175,7 +204,7 @@ DEVICE uint64 cut_of(Search& search, Ranks& ranks, uint64 lowest, const Weights&
     } else {
       count_ranks(search, ranks, weights, lowest, low, width, next);
     }
-    if (!find_bin(search, weights, wanted)) return lowest;
+    if (!find_bin(search, weights, wanted)) return NO_CUT;
     low += uint64(BINS - 1 - search.bin) << next;
     wanted -= search.before.weight;
     above += search.before.count;

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rvllm.engine.flight import Flight, ask, first_row
+from rvllm.engine.flight import Flight, allow_late, ask, first_row
 from rvllm.engine.holdings import Holdings
 from rvllm.engine.request import Request, Sequence, TokenEvent
 from rvllm.engine.scheduler import Limits, Plan, check_length, schedule
@@ -33,7 +33,7 @@ class Model(Protocol):
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a step may be started that follows one not yet finished."""
+        """Whether a step may be started that follows one not yet finished; the model then counts what its rows draw."""
         ...
 
     def start(self, step: Step, rows: Items[SamplingRow], *, follows: bool = False) -> Any:
@@ -316,6 +316,8 @@ class Engine:
         for sequence, row in zip(sequences, flight.asked.rows):
             sequence.computed += 1
             row.position += 1
+            if row.forbidden_ids:
+                allow_late(row)
         filling = [sequences[row] for row in np.flatnonzero(step.kv_lengths % size == 0).tolist()]
         return replace(
             flight,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from rvllm.engine.request import Request, Sequence
 from rvllm.engine.scheduler import Plan
 from rvllm.program.program import Int32, Step
-from rvllm.sampling.sampler import SamplingRow, changes_logits
+from rvllm.sampling.sampler import SamplingRow, needs_last_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Flight:
     members     whose blocks it writes to; `slots`: theirs, in the order of the step
     asked       its rows and whose they are
     filled      sequences in which it ends a block, and how many tokens they then have in the cache
-    followable  whether all it does is to draw one token for each sequence, by its logits alone
+    followable  whether all it does is to draw one token for each sequence, for which nothing of the host is needed
     left        steps that may still follow until one of them reaches its length
     """
 
@@ -48,8 +48,8 @@ class Asked:
 
     @property
     def plain(self) -> bool:
-        """Whether every row draws a token by nothing but its logits."""
-        return not any(row.given_id is not None or changes_logits(row) for row in self.rows)
+        """Whether every row draws a token, for which the host need not know the one before."""
+        return not any(row.given_id is not None or needs_last_token(row) for row in self.rows)
 
     @property
     def left(self) -> int:
@@ -86,15 +86,21 @@ def _next_row(sequence: Sequence) -> SamplingRow:
     row = sequence.row
     assert row is not None
     row.position = len(sequence.token_ids)
-    if row.forbidden_ids and row.position - len(sequence.request.prompt_ids) >= row.params.min_tokens:
-        row.forbidden_ids = ()
+    allow_late(row)
+    if row.params.bad_words_token_ids:
+        row.output_ids = sequence.output_ids
     return row
+
+
+def allow_late(row: SamplingRow) -> None:
+    """What is forbidden before min_tokens tokens is allowed from there on."""
+    if row.position - len(row.prompt_ids) >= row.params.min_tokens:
+        row.forbidden_ids = ()
 
 
 def _scored_rows(sequence: Sequence, tokens: int) -> list[SamplingRow]:
     """Rows that draw nothing but score the prompt's own tokens, each behind one of the next `tokens`."""
     request = sequence.request
-    params = replace(request.params, logprobs=request.params.prompt_logprobs)
     begin = sequence.computed + 1
     given = request.prompt_ids[begin : begin + tokens]
-    return [SamplingRow(params, request.seed, begin + i, given_id=token) for i, token in enumerate(given)]
+    return [SamplingRow(request.params, request.seed, begin + i, given_id=token) for i, token in enumerate(given)]

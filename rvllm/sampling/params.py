@@ -10,6 +10,7 @@ import re
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from numbers import Integral, Real
 
 from rvllm.errors import BadRequest
@@ -37,10 +38,12 @@ class SamplingParams:
     max_tokens                  None: to the end of the context; 0: nothing is generated, the prompt is scored
     min_tokens                  no end-of-sequence or stop id before this many tokens
     logprobs                    None: none; k: the chosen token's, and the k best
-    prompt_logprobs             the same of every token of the prompt but the first
+    prompt_logprobs             None: none; k: of every prompt token but the first, its own and the k best
     stop, stop_token_ids        also given as None or a list; `stop` also as one string
     logit_bias                  {id: -100..100}, an id also as a decimal string; added to the logits
     allowed_token_ids           None: all; otherwise a list of ids, the only ones ever drawn
+    bad_words                   strings, never written where there is a choice; the tokenizer's owner makes ids of them
+    bad_words_token_ids         the same as lists of ids: the last is not drawn where the output ends with the others
     """
 
     n: int = 1
@@ -64,6 +67,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         for name, (low, high) in _REAL_RANGES.items():
@@ -81,6 +86,8 @@ class SamplingParams:
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids) or ())
         self._set("logit_bias", _biases(self.logit_bias))
         self._set("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
+        self._set("bad_words", _strings("bad_words", self.bad_words))
+        self._set("bad_words_token_ids", _sequences("bad_words_token_ids", self.bad_words_token_ids))
         self._check_together()
 
     def _set(self, name: str, value: object) -> None:
@@ -103,6 +110,11 @@ class SamplingParams:
             )
 
     @property
+    def penalises(self) -> bool:
+        """Whether what was drawn, or prompted, changes what may be drawn."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
     def greedy(self) -> bool:
         """Whether the best token is taken, without chance."""
         return self.temperature < GREEDY_TEMPERATURE or self.top_p == 0 or self.top_k == 1
@@ -113,6 +125,7 @@ class SamplingParams:
             ("logit_bias", self.logit_bias or ()),
             ("stop_token_ids", self.stop_token_ids),
             ("allowed_token_ids", self.allowed_token_ids or ()),
+            ("bad_words_token_ids", chain.from_iterable(self.bad_words_token_ids)),
         ):
             for token in ids:
                 if token >= vocab_size:
@@ -181,6 +194,16 @@ def _strings(name: str, given: object) -> tuple[str, ...]:
 def _token_ids(name: str, given: object) -> tuple[int, ...] | None:
     items = _items(name, given, "token ids")
     return None if items is None else tuple(_whole(name, item, 0, _INT64_MAX) for item in items)
+
+
+def _sequences(name: str, given: object) -> tuple[tuple[int, ...], ...]:
+    found = []
+    for item in _items(name, given, "lists of token ids") or ():
+        ids = _token_ids(name, item)
+        if not ids:
+            raise _refusal(name, given, "lists of token ids, none empty")
+        found.append(ids)
+    return tuple(found)
 
 
 def _items(name: str, given: object, what: str) -> tuple[object, ...] | None:

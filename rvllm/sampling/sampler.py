@@ -1,33 +1,34 @@
-"""One token for each row of logits: for the engine, and for the Python API. Knows no text and no device.
+"""One token for each row of logits. Knows no text and no device.
 
 The definition, in numpy, of what a request's history and wishes do to its logits; device kernels are held to it.
 Per row of float32 logits, cut at the vocabulary limit (ids beyond have no token and are never drawn or listed):
 
-1. logit_bias is added; ids outside allowed_token_ids, then forbidden ids, become -inf.
+1. logit_bias is added; ids outside allowed_token_ids or the row's mask become -inf; then the forbidden ids do, by
+   min_tokens or by a bad word that would end with them, unless they are all that remains.
 2. For each distinct token of prompt and output, once: a positive logit is divided by repetition_penalty, another
    multiplied (CTRL, Keskar et al. 2019, section 4.1). For each distinct token of the output alone:
    frequency_penalty * count is taken off, then presence_penalty (OpenAI's API reference).
 3. to 5. `rvllm.sampling.draw`: greedy, or temperature, min_p, top_k, top_p and a Gumbel-max draw.
 
 Everything here is float32, each operation rounded. The engine's log-probabilities are of the raw logits, before
-step 1, as vLLM's are by default.
+step 1, as vLLM's are by default. A row whose token is given is drawn from nothing: only those are made for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from rvllm.errors import BadRequest, EngineError
+from rvllm.errors import EngineError
 from rvllm.program.dtype import Float32
-from rvllm.sampling.draw import Kept, draw, everything, keep, log_softmax
-from rvllm.sampling.params import GREEDY_TEMPERATURE, SamplingParams
-from rvllm.sampling.philox import Int64, fresh_seed, offset_seed
+from rvllm.sampling.draw import draw, everything, keep, log_softmax
+from rvllm.sampling.params import SamplingParams
+from rvllm.sampling.philox import Int64
 
-Row = Sequence[float] | npt.NDArray[np.floating]
+Mask = npt.NDArray[np.uint32]
 
 
 @dataclass(slots=True, eq=False)
@@ -39,12 +40,13 @@ class SamplingRow:
     seed            resolved: an int64 of this sequence alone
     position        0 to 2**32 - 1, of the token to draw; never the same twice under one seed
     prompt_ids      in any order, repeats allowed; read only when there is a repetition penalty
-    output_counts   how often each id stands in the output so far; read only when there are penalties
-    forbidden_ids   not to be drawn now: end-of-sequence and stop ids before min_tokens. Where they are all that
-                    allowed_token_ids leaves, they may be drawn after all
-    slot            the sequence's number among those that run, for what a device keeps of each
-    given_id        None: a token is drawn; else it is known to be this one, and only its log-probability and the best
-                    ones, as many as params.logprobs, are wanted
+    output_counts   how often each id stands in the output so far; read only when there are penalties, on a device
+                    only where the sequence comes to a slot
+    forbidden_ids   not to be drawn now: end-of-sequence and stop ids before min_tokens
+    slot            the sequence's place, 0 to one below the most that run; no other's while it runs
+    given_id        the token, where it is known, as in a prompt: params.prompt_logprobs then says what is told of it
+    output_ids      the output so far, or its end; read only when a bad word has several ids
+    mask            (ceil(vocabulary / 32),) uint32, bit id % 32 of word id // 32: the ids that a grammar allows now
     """
 
     params: SamplingParams
@@ -55,11 +57,18 @@ class SamplingRow:
     forbidden_ids: tuple[int, ...] = ()
     slot: int = 0
     given_id: int | None = None
+    output_ids: Sequence[int] = ()
+    mask: Mask | None = None
+
+    @property
+    def logprobs(self) -> int | None:
+        """How many log-probabilities are told besides the token's own; None: not that either."""
+        return self.params.logprobs if self.given_id is None else self.params.prompt_logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A drawn token. Where params.logprobs is None, `logprob` is None and `top_logprobs` empty.
+    """A drawn token. Where the row's logprobs is None, `logprob` is None and `top_logprobs` empty.
 
     `top_logprobs` are the k best (id, logprob) high to low, ties by id, the chosen one among them or not;
     fewer than k where the rest is impossible (-inf).
@@ -83,7 +92,7 @@ def sample_rows(logits: Float32, rows: Sequence[SamplingRow], vocab_limit: int) 
     logits = logits[:, :vocab_limit]
     _check_logits(logits.max(axis=1))
     tokens = _choose(logits, rows)
-    return [_sampled(line, row.params, int(token)) for line, row, token in zip(logits, rows, tokens)]
+    return [_sampled(line, row, int(token)) for line, row, token in zip(logits, rows, tokens)]
 
 
 def _check_logits(best: Float32) -> None:
@@ -94,29 +103,37 @@ def _check_logits(best: Float32) -> None:
 
 def _choose(logits: Float32, rows: Sequence[SamplingRow]) -> Int64:
     tokens = np.empty(len(rows), np.int64)
-    given = [index for index, row in enumerate(rows) if row.given_id is not None]
-    if given:
-        drawn_at = [index for index, row in enumerate(rows) if row.given_id is None]
-        tokens[given] = [row.given_id for row in rows if row.given_id is not None]
-        tokens[drawn_at] = _choose(logits[drawn_at], [rows[index] for index in drawn_at])
-        return tokens
-    plain = [index for index, row in enumerate(rows) if row.params.greedy and not changes_logits(row)]
-    tokens[plain] = (logits if len(plain) == len(rows) else logits[plain]).argmax(axis=1)
+    chance = []
+    plain = []
     for index, row in enumerate(rows):
-        if row.params.greedy and changes_logits(row):
+        if row.given_id is not None:
+            tokens[index] = row.given_id
+        elif not row.params.greedy:
+            chance.append(index)
+        elif changes_logits(row):
             tokens[index] = process_logits(logits[index], row).argmax()
-    chance = [index for index, row in enumerate(rows) if not row.params.greedy]
+        else:
+            plain.append(index)
+    tokens[plain] = (logits if len(plain) == len(rows) else logits[plain]).argmax(axis=1)
     kept = (keep(process_logits(logits[index], rows[index]), rows[index].params) for index in chance)
     drawn = draw(kept, [rows[index].seed for index in chance], [rows[index].position for index in chance])
     tokens[chance] = [row.ids[place] for row, place in drawn]
     return tokens
 
 
+def needs_last_token(row: SamplingRow) -> bool:
+    """Whether what may be drawn is known only once the host knows the token before: no step may run ahead of that.
+
+    Penalties are not of this kind: a device counts what it draws.
+    """
+    return row.mask is not None or any(len(ids) > 1 for ids in row.params.bad_words_token_ids)
+
+
 def changes_logits(row: SamplingRow) -> bool:
     """Whether steps 1 and 2 do anything to the row."""
     params = row.params
-    penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-    return penalised or bool(params.logit_bias or params.allowed_token_ids or row.forbidden_ids)
+    edits = params.logit_bias or params.allowed_token_ids or row.forbidden_ids or params.bad_words_token_ids
+    return row.given_id is None and (params.penalises or bool(edits) or row.mask is not None)
 
 
 @np.errstate(over="ignore")
@@ -141,21 +158,45 @@ def _only_allowed(logits: Float32, row: SamplingRow) -> Float32:
         only = np.full_like(logits, -np.inf)
         only[list(allowed)] = logits[list(allowed)]
         logits = only
-    if not row.forbidden_ids:
+    if row.mask is not None:
+        bits = np.unpackbits(row.mask.view(np.uint8), bitorder="little")[: logits.size]
+        logits = np.where(bits == 1, logits, np.float32(-np.inf))
+    forbidden = (*row.forbidden_ids, *barred_ids(row))
+    if not forbidden:
         return logits
     without = logits.copy()
-    without[_below(logits.size, row.forbidden_ids)] = -np.inf
-    # A request may allow its stop ids alone: its own contradiction must not leave a row with no token.
+    without[_below(logits.size, forbidden)] = -np.inf
+    # A request may allow its stop ids or bad words alone: its own contradiction must not leave a row with no token.
     return without if without.max() > -np.inf else logits
 
 
+def barred_ids(row: SamplingRow) -> tuple[int, ...]:
+    """The last ids of the bad words whose other ids the output ends with."""
+    return tuple(ids[-1] for ids in row.params.bad_words_token_ids if _ends_with(row.output_ids, ids[:-1]))
+
+
+def _ends_with(output: Sequence[int], ids: tuple[int, ...]) -> bool:
+    return not ids or tuple(output[-len(ids) :]) == ids
+
+
 def _penalise(logits: Float32, row: SamplingRow) -> None:
-    params = row.params
-    counts = {token: count for token, count in row.output_counts.items() if count and token < logits.size}
-    ids, times = _ids_and_values(counts)
+    if not row.params.penalises:
+        return
+    ids, times = _ids_and_values(row.output_counts)
+    inside = (ids < logits.size) & (times > 0)
+    penalise(logits, row.params, row.prompt_ids, ids[inside], times[inside])
+
+
+def penalise(
+    logits: Float32, params: SamplingParams, prompt: Sequence[int] | Int64, ids: Int64, times: Float32
+) -> None:
+    """Step 2 in place, of one row; `ids` (n,) stand `times` (n,) in the output, each of them once here.
+
+    Without a frequency penalty `times` is not read, and ids may stand here more than once.
+    """
     if params.repetition_penalty != 1:
         # Each assignment below reads the old value: an id that stands here twice is penalised once.
-        seen = np.concatenate([_below(logits.size, row.prompt_ids), ids])
+        seen = np.concatenate([_below(logits.size, prompt), ids])
         penalty = np.float32(params.repetition_penalty)
         old = logits[seen]
         logits[seen] = np.where(old > 0, old / penalty, old * penalty)
@@ -176,91 +217,7 @@ def _ids_and_values(by_id: Mapping[int, float]) -> tuple[Int64, Float32]:
     return np.fromiter(by_id, np.int64, count), np.fromiter(by_id.values(), np.float32, count)
 
 
-def _sampled(logits: Float32, params: SamplingParams, token: int) -> Sampled:
-    if params.logprobs is None:
+def _sampled(logits: Float32, row: SamplingRow, token: int) -> Sampled:
+    if row.logprobs is None:
         return Sampled(token)
-    return Sampled(token, *log_softmax(everything(logits), token, params.logprobs))
-
-
-@dataclass(frozen=True, slots=True)
-class SamplerOutput:
-    """The token, its ln probability, and the k best (id, ln probability), high to low, ties by id.
-
-    With temperature 0 of the given logits; above, of the distribution that was drawn from: after temperature,
-    min_p, top_k and top_p.
-    """
-
-    token_id: int
-    logprob: float
-    top_logprobs: tuple[tuple[int, float], ...]
-
-
-class Sampler:
-    """Draws one token from one row of logits on this machine's CPU. Keeps no state."""
-
-    def sample(
-        self,
-        logits: Row,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        seed: int | None = None,
-        logprobs: int | None = None,
-    ) -> SamplerOutput:
-        """Choose a token. logits: (vocab,) numbers, rounded to float32; `seed` None: by the system's entropy.
-
-        `logprobs` k lists the k best. Raises BadRequest where a parameter is out of range, the logits are no
-        row of numbers, or they leave no token to draw.
-        """
-        params = SamplingParams(
-            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, logprobs=logprobs
-        )
-        return _sample([logits], params)[0]
-
-
-def sample_batch(
-    logits_batch: Iterable[Row],
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    min_p: float = 0.0,
-    seed: int | None = None,
-) -> list[SamplerOutput]:
-    """Choose a token a row: row i gets what `Sampler.sample` gives with seed + i, wrapping within int64.
-
-    logits_batch: (rows, vocab) as one array, or rows one by one, each of its own length.
-    """
-    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
-    return _sample(logits_batch, params)
-
-
-def _sample(batch: Iterable[Row], params: SamplingParams) -> list[SamplerOutput]:
-    rows = [_row(row) for row in batch]
-    drawn: Iterable[tuple[Kept, int]]
-    if params.temperature < GREEDY_TEMPERATURE:
-        drawn = ((everything(row), int(row.argmax())) for row in rows)
-    else:
-        first = fresh_seed() if params.seed is None else params.seed
-        seeds = [offset_seed(first, index) for index in range(len(rows))]
-        drawn = draw((keep(row, params) for row in rows), seeds, [0] * len(rows))
-    count = params.logprobs or 0
-    return [SamplerOutput(int(kept.ids[place]), *log_softmax(kept, place, count)) for kept, place in drawn]
-
-
-def _row(given: Row) -> Float32:
-    try:
-        with np.errstate(over="ignore"):
-            row = np.asarray(given, np.float32)
-    except (TypeError, ValueError) as cause:
-        raise BadRequest("logits are not all numbers", param="logits") from cause
-    if row.ndim != 1 or row.size == 0:
-        raise BadRequest(
-            f"logits have shape {row.shape}, the limit is one row of at least one number",
-            param="logits",
-            hint="sample takes one row, sample_batch takes a list of rows",
-        )
-    best = row.max()
-    if np.isnan(best) or best == -np.inf:
-        raise BadRequest(f"the largest logit is {best}, so no token can be drawn", param="logits")
-    return row
+    return Sampled(token, *log_softmax(everything(logits), token, row.logprobs))

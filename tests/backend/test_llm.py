@@ -353,3 +353,21 @@ def test_dummy_weights_need_only_the_configuration_and_the_tokenizer(tmp_path: P
         for _ in range(2)
     ]
     assert outputs[0] == outputs[1] and len(outputs[0].token_ids) == 5
+
+
+def test_bad_words_are_not_written(tmp_path: Path) -> None:
+    model = chain_model(tmp_path / "chain", [" alpha", " be", "ta", " gamma", EOS])
+    llm, word = load(model), [model.id(" be"), model.id("ta")]
+    assert both_ways(llm, "x", greedy(max_tokens=4))[0] == " alpha beta gamma"
+    text = both_ways(llm, "x", greedy(max_tokens=4, bad_words_token_ids=[word]))[0]
+    assert text.startswith(" alpha be") and "beta" not in text
+    assert "beta" in both_ways(llm, "x", greedy(max_tokens=4, bad_words_token_ids=[[5, *word]]))[0]
+    llm = load(loop_model(tmp_path / "loop"))
+    assert both_ways(llm, "x", greedy(max_tokens=4))[0] == "aaaa"
+    for words in (["a"], ["b", "a"]):
+        assert "a" not in both_ways(llm, "x", greedy(max_tokens=4, bad_words=words))[0]
+    assert both_ways(llm, "x", greedy(max_tokens=4, bad_words=["aa"]))[0].startswith("a")
+    assert "aa" not in both_ways(llm, "x", greedy(max_tokens=4, bad_words=["aa"]))[0]
+    with pytest.raises(BadRequest) as refusal:
+        llm.generate("x", greedy(bad_words=[" "]))
+    assert refusal.value.param == "bad_words"

@@ -131,7 +131,7 @@ def test_seeded_draws_are_those_of_the_definition_on_the_same_logits(backend: Ba
     rows = [sequence(model.program, [5 + place], place) for place in range(len(chosen))]
     for count in range(4):
         asked = [
-            SamplingRow(params, 11 + place, 1 + count, row.request.prompt_ids, row.output_counts)
+            SamplingRow(params, 11 + place, 1 + count, row.request.prompt_ids, row.output_counts, slot=place)
             for place, (params, row) in enumerate(zip(chosen, rows))
         ]
         step = build_step([Chunk(row, 1) for row in rows], BLOCK, len(model.program.cache_groups))

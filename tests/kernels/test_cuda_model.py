@@ -171,7 +171,7 @@ def test_tokens_drawn_on_the_device_are_those_of_the_definition() -> None:
     ]
     step = step_of(rows, [3, 3, 3])
     asked = [
-        SamplingRow(params, 11 + i, 3, row.request.prompt_ids, row.output_counts)
+        SamplingRow(params, 11 + i, 3, row.request.prompt_ids, row.output_counts, slot=i)
         for i, (params, row) in enumerate(zip(chosen, rows))
     ]
     drawn = ours.finish(ours.start(step, asked))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -32,17 +33,26 @@ class TableModel:
         self.unfinished = 0
         self.drawn = np.zeros(0, dtype=np.int32)
         self.steps: list[Step] = []
+        self.follows: list[bool] = []
+        self.slots: list[list[int]] = []  # of each step's rows
         output = Tensor("logits", ("rows", VOCAB), F32, Kind.ACTIVATION)
         self.program = Program((), output, {}, (CacheGroup(None, 1, 2, F32, 1),) * groups)
 
     def start(self, step: Step, rows: Sequence[SamplingRow], *, follows: bool = False) -> list[Sampled]:
+        """As a device does, it counts by itself what the host has not read yet."""
         self.unfinished += 1
         assert self.unfinished <= 1 + follows
         step = copied(step)
         if follows:  # the ids that the engine does not know yet
             assert self.runs_ahead and len(self.drawn) == len(step.ids) == len(self.steps[-1].ids)
             step = replace(step, ids=self.drawn)
+            rows = [
+                replace(row, output_counts=Counter(row.output_counts) + Counter([int(token)]))
+                for row, token in zip(rows, self.drawn)
+            ]
         self.steps.append(step)
+        self.follows.append(follows)
+        self.slots.append([row.slot for row in rows])
         logits = np.zeros((len(step.rows), VOCAB), dtype=np.float32)
         for row, token in enumerate(step.ids[step.rows].tolist()):
             logits[row, self.table.get(token, token)] = 10.0
@@ -293,3 +303,30 @@ def test_blocks_of_a_sequence_that_ended_are_held_until_the_step_ahead_has_lande
     assert runner.free_blocks == 8 - 1 - 1  # both still held
     runner.step()
     assert runner.free_blocks == 8 - 1
+
+
+@pytest.mark.parametrize(
+    ("params", "ahead"),
+    [
+        ({"presence_penalty": 1.0}, True),
+        ({"repetition_penalty": 1.3, "logit_bias": {3: 1.0}, "min_tokens": 3}, True),
+        ({"bad_words_token_ids": [[5]]}, True),
+        ({"bad_words_token_ids": [[5], [6, 7]]}, False),
+    ],
+)
+def test_only_what_needs_the_last_token_on_the_host_stops_running_ahead(params: dict[str, object], ahead: bool) -> None:
+    model = TableModel({}, runs_ahead=True)
+    running = engine(model)
+    running.add(request("a", [1, 2], max_tokens=6, **params))
+    run(running)
+    assert any(model.follows) == ahead
+
+
+def test_no_two_sequences_have_one_slot_and_one_that_leaves_gives_its_own_back() -> None:
+    model = TableModel({}, runs_ahead=True)
+    running = engine(model, blocks=16)
+    for name, tokens in (("a", 2), ("b", 9), ("c", 4), ("d", 3), ("e", 5), ("f", 2)):
+        running.add(request(name, [1, 2], max_tokens=tokens))
+    run(running)
+    assert all(len(set(slots)) == len(slots) for slots in model.slots)
+    assert {slot for slots in model.slots for slot in slots} == set(range(4))

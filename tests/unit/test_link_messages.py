@@ -58,6 +58,8 @@ SAMPLING: dict[str, Any] = {
     "skip_special_tokens": False,
     "include_stop_str_in_output": True,
     "logit_bias": {5: -1.5, 6: 100.0},
+    "bad_words": ("no",),
+    "bad_words_token_ids": ((3,), (4, 5)),
     "allowed_token_ids": (1, 2, 3),
 }
 

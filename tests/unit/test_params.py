@@ -27,6 +27,9 @@ REFUSED = [
     *[("max_tokens", value) for value in (-1, 1.5, True)],
     *[("min_tokens", value) for value in (-1, None, 17)],
     *[("logprobs", value) for value in (-1, True, 1.5)],
+    *[("prompt_logprobs", value) for value in (-1, True, 1.5)],
+    *[("bad_words", value) for value in ("", [""], 5, [1], [None])],
+    *[("bad_words_token_ids", value) for value in ([[]], [5], [[-1]], [["a"]], "ab", 5, [[1], []])],
     *[("stop", value) for value in ("", [""], ["", "z"], 5, [1], b"x", {"a": 1}, [None])],
     *[("stop_token_ids", value) for value in ([-1], [True], [1.5], "12", 5, [2**63])],
     *[("allowed_token_ids", value) for value in ([], [-1], ["a"], 7)],
@@ -123,6 +126,12 @@ def test_min_tokens_may_reach_but_not_pass_max_tokens():
         SamplingParams(min_tokens=9, max_tokens=8)
 
 
+def test_bad_words_are_stored_as_tuples():
+    params = SamplingParams(bad_words=["ab", "c"], bad_words_token_ids=[[1, 2], np.array([3])])
+    assert (params.bad_words, params.bad_words_token_ids) == (("ab", "c"), ((1, 2), (3,)))
+    assert SamplingParams(bad_words=None, bad_words_token_ids=None).bad_words_token_ids == ()
+
+
 def test_stop_strings_without_text_are_refused():
     with pytest.raises(BadRequest) as refusal:
         SamplingParams(stop="x", detokenize=False)
@@ -136,6 +145,7 @@ def test_stop_strings_without_text_are_refused():
         ("logit_bias", {"299": 1}, {"300": 1}),
         ("stop_token_ids", [0, 299], [0, 300]),
         ("allowed_token_ids", [299], [299, 2**62]),
+        ("bad_words_token_ids", [[299], [5, 6]], [[5, 300]]),
     ],
 )
 def test_token_ids_must_be_in_the_vocabulary(name, inside, outside):
