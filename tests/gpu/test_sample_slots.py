@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from rvllm.backend.cuda.kernels import Device
-from rvllm.backend.cuda.model import CudaModel
 from rvllm.backend.cuda.sampling import MOST_LOGPROBS, DeviceSampler
 from rvllm.backend.cuda.slots import Slots, _Slot
 from rvllm.program.dtype import Float32
@@ -212,7 +211,7 @@ def test_the_engine_runs_ahead_on_what_the_device_counts(
     ahead = [[one.outputs[0].token_ids for one in llm.generate(prompts, params)] for params in asked]
     assert len(moves) == len(asked) * len(prompts)
     # The host tells every step, and none is started before the one before it is read.
-    monkeypatch.setattr(CudaModel, "runs_ahead", False)
+    monkeypatch.setattr(llm._engine, "_follows", False)
     monkeypatch.setattr(_Slot, "follows", lambda self, row: False)
     assert ahead == [[one.outputs[0].token_ids for one in llm.generate(prompts, params)] for params in asked]
     assert len(moves) > 4 * len(asked) * len(prompts)

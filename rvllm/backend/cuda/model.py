@@ -200,9 +200,10 @@ class CudaModel:
         self._blocks = (1,) * len(self.program.cache_groups)
         self._addresses |= dict.fromkeys(self.program.caches, 0)
         most, tokens = self._limits.sequences, self._limits.tokens
-        mixed, decode = Bucket(tokens, 0, min(tokens, most), True), Bucket(most, most, most, False)
+        mixed, head = Bucket(tokens, 0, min(tokens, most), True), Bucket(0, most, 0, True)
+        decode = Bucket(most, most, most, False)
         taken = 0
-        for bucket in (mixed, decode, decode):
+        for bucket in (mixed, head, decode, decode):  # the last is measured, when all kernels have been loaded
             before = free_bytes()
             graph = self._piece(bucket).graph
             taken = before - free_bytes()
