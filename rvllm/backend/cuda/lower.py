@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import singledispatch
 
-from rvllm.program.dtype import BF16, F32, DType
+from rvllm.program.dtype import BF16, E4M3, F32, DType
 from rvllm.program.ops import (
     ActMul,
     Add,
@@ -154,10 +154,10 @@ def _(op: Add, target: Target) -> list[Launch]:
 
 @_plain.register
 def _(op: RopeKV, target: Target) -> list[Launch]:
-    addresses = [target.address(t.name) for t in (op.qkv, op.angles, op.slots, op.cache, op.out)]
+    addresses = [target.address(t.name) for t in (op.qkv, op.angles, op.slots, op.cache, op.scales, op.out) if t]
     half = op.angles.sizes({"tokens": 1})[2]
     shape = (op.heads, op.kv_heads, op.head_dim, half, target.blocks[_group(op.slots)], target.block_size)
-    entry = f"rope_kv_{suffix(op.out.dtype)}"
+    entry = f"{_over('rope_kv', op.cache)}_{suffix(op.out.dtype)}"
     return [Launch("rope_kv", entry, (target.bucket.tokens,), 256, 0, (*addresses, *shape))]
 
 
@@ -227,15 +227,16 @@ def _(op: Attention, target: Target) -> list[Launch]:
     blocks = target.blocks[group]
     shape = (op.heads, kv_heads, head_dim, blocks, target.block_size, target.max_blocks, op.scale, op.window or 0)
     address = target.address
-    cached = (address(op.q.name), address(op.cache.name), address(op.block_tables.name))
+    cached = tuple(address(t.name) for t in (op.q, op.cache, op.scales, op.block_tables) if t)
     lengths, out = address(op.kv_lengths.name), address(op.out.name)
     launches = []
     if bucket.decodes:
         packs = kv_heads * _covering(op.heads // kv_heads, 8)
         splits = min(32, _covering(8 * target.multiprocessors, packs * bucket.decodes))
-        entry = f"attention_decode_{_build_for(head_dim, (64, 128, 256))}_{suffix(op.out.dtype)}"
+        stem = _over("attention_decode", op.cache)
+        entry = f"{stem}_{_build_for(head_dim, (64, 128, 256))}_{suffix(op.out.dtype)}"
         values = (*cached, lengths, out, target.workspace, target.counters, *shape)
-        launches.append(Launch("attention_decode", entry, (splits, packs, bucket.decodes), 128, 0, values))
+        launches.append(Launch(stem, entry, (splits, packs, bucket.decodes), 128, 0, values))
     if bucket.decodes < bucket.sequences:
         launches.append(_attention_prefill(op, target, cached, lengths, out, shape))
     return launches
@@ -244,7 +245,7 @@ def _(op: Attention, target: Target) -> list[Launch]:
 def _attention_prefill(
     op: Attention,
     target: Target,
-    cached: tuple[int, int, int],
+    cached: tuple[int, ...],
     lengths: int,
     out: int,
     shape: tuple[int | float, ...],
@@ -255,8 +256,13 @@ def _attention_prefill(
     grid = (_covering(bucket.longest, 64), op.heads, sequences)
     build = _build_for(_width(op.out) // op.heads, (64, 96, 128, 256))
     shared = 384 * (int(build[1:]) + 8) if target.tensor_cores and build != "any" else 0
-    entry = f"attention_prefill_{build}_{suffix(op.out.dtype)}"
-    return Launch("attention_prefill", entry, grid, 128, shared, values)
+    stem = _over("attention_prefill", op.cache)
+    return Launch(stem, f"{stem}_{build}_{suffix(op.out.dtype)}", grid, 128, shared, values)
+
+
+def _over(stem: str, cache: Tensor) -> str:
+    """The kernel for that kind of cache: one of codes, or one in the activations' own format."""
+    return f"{stem}_e4m3" if cache.dtype is E4M3 else stem
 
 
 def _build_for(head_dim: int, sizes: tuple[int, ...]) -> str:
