@@ -66,9 +66,16 @@ def prompts(case: str) -> list[list[int]]:
 
 
 def cuda_model(
-    source: Source, dtype: DType, device: Device, length: int = 64, *, eager: bool = False, places: int = PLACES
+    source: Source,
+    dtype: DType,
+    device: Device,
+    length: int = 64,
+    *,
+    eager: bool = False,
+    places: int = PLACES,
+    kv_dtype: DType | None = None,
 ) -> CudaModel:
-    program = fuse(record(source, dtype=dtype, kv_dtype=dtype, max_length=length), FUSIONS)
+    program = fuse(record(source, dtype=dtype, kv_dtype=kv_dtype or dtype, max_length=length), FUSIONS)
     return CudaModel(
         program,
         weights_for(source, program),
