@@ -8,6 +8,10 @@ DEFAULT_MODEL = "smollm2"
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "half", "float")
 POLICIES = ("fcfs", "priority")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "bfloat16", "float16")
+REFUSED_KV_CACHE_DTYPES = {
+    "fp8_e5m2": "it has a digit less than fp8_e4m3, whose rows have scales and so need no wider range"
+}
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 BLOCK_SIZES = (16, 32, 64)
 CPU_CACHE_BYTES = 4 << 30
@@ -18,6 +22,7 @@ class EngineConfig:
     """How a model is loaded and served. Names are vLLM's where vLLM has the setting.
 
     dtype                    activations; "auto": float32 on a CPU, the checkpoint's own on a GPU
+    kv_cache_dtype           of keys and values; "auto": the activations'; "fp8", which is "fp8_e4m3": half of 16 bits
     max_model_len            tokens of prompt and output together; None: what the model is made for, or what fits
     block_size               tokens of a cache block
     gpu_memory_utilization   share of a GPU's memory that may be used in all
@@ -39,6 +44,7 @@ class EngineConfig:
     tokenizer: str | None = None
     device: str = "auto"
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     load_format: str = "auto"
     max_model_len: int | None = None
     block_size: int = 32

@@ -3,7 +3,7 @@
 // Scores are in the domain of powers of two: scale is multiplied by log2(e), and exp2 replaces exp.
 #pragma once
 
-#include "element.cuh"
+#include "e4m3.cuh"
 
 // Keys in the smallest piece that a warp takes, as many lie side by side in every block size; and queries of a warp.
 enum : int { KEY_TILE = 16, ROWS = 8 };
@@ -20,28 +20,30 @@ struct AttentionShape {
   int window;  // 0: none
 };
 
-// The keys and values that one head of one sequence has in the cache (2, blocks, kv_heads, block_size, head_dim).
-template <typename X>
+// The keys and values that one head of one sequence has in the cache (2, blocks, kv_heads, block_size, head_dim) of C,
+// and their scales (2, blocks, kv_heads, block_size) where C has such.
+template <typename C>
 struct Pages {
-  const X* cache;
+  const C* cache;
+  const float* scales;
   const int* table;
-  int64 to_values;                         // elements from a key to its value
+  int64 to_values;                         // rows from a key to its value
   int kv_heads, kv_head, head_dim, shift;  // block_size = 1 << shift
 
-  // The key at a position; those up to the next multiple of KEY_TILE follow it.
-  DEVICE const X* key(int position) const {
+  // The row of the key at a position; those up to the next multiple of KEY_TILE follow it.
+  DEVICE int64 row(int position) const {
     const int64 block = table[position >> shift];
-    return cache + (((block * kv_heads + kv_head) << shift) + (position & ((1 << shift) - 1))) * head_dim;
+    return ((block * kv_heads + kv_head) << shift) + (position & ((1 << shift) - 1));
   }
 };
 
-template <typename X>
-DEVICE Pages<X> pages_of(const X* cache, const int* block_tables, int sequence, int kv_head,
+template <typename C>
+DEVICE Pages<C> pages_of(const C* cache, const float* scales, const int* block_tables, int sequence, int kv_head,
                          const AttentionShape& shape) {
-  const int64 to_values = int64(shape.blocks) * shape.kv_heads * shape.block_size * shape.head_dim;
+  const int64 to_values = int64(shape.blocks) * shape.kv_heads * shape.block_size;
   const int shift = shape.block_size == 16 ? 4 : shape.block_size == 32 ? 5 : 6;
   const int* table = block_tables + int64(sequence) * shape.max_blocks;
-  return {cache, table, to_values, shape.kv_heads, kv_head, shape.head_dim, shift};
+  return {cache, scales, table, to_values, shape.kv_heads, kv_head, shape.head_dim, shift};
 }
 
 // The first position that a query sees.

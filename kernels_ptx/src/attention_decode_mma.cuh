@@ -4,7 +4,8 @@
 // layout of a product's d is P^T in the layout of its b, so nothing moves between lanes. A sum does not care for the
 // order of its terms, nor does out^T for the order of its rows: so that every lane loads 16 bytes from global memory
 // straight into its fragments, the terms are permuted alike in q and k, and the rows are undone when they are stored.
-// Weights are rounded to X before they meet the values, the sum of weights is not.
+// Weights are rounded to X before they meet the values, the sum of weights is not. Codes of a cache of C = e4m3_t are
+// expanded in registers; their values' scales go into the weights, which are rounded to bf16 whatever X is.
 //
 // Lane 4 g + t, in steps of 32 dimensions: of q and k, dimensions 8 t.. of query g and of keys g and g + 8; in blocks
 // of 64: of v, dimensions 8 g.. of keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9.
@@ -15,11 +16,80 @@
 DEVICE uint32 lower_halves(uint32 first, uint32 second) { return (first & 0xffffu) | second << 16; }
 DEVICE uint32 upper_halves(uint32 first, uint32 second) { return first >> 16 | (second & 0xffff0000u); }
 
+// Eight elements of a cache, as loaded.
+template <typename C>
+struct Eight {
+  Words4 words;
+
+  DEVICE void load(const C* from) { words = load_words4_once(from); }
+  template <typename X>
+  DEVICE Words4 elements() const {
+    return words;
+  }
+};
+template <>
+struct Eight<e4m3_t> {
+  Words2 words;
+
+  DEVICE void load(const e4m3_t* from) { words = load_words2_once(from); }
+  template <typename X>
+  DEVICE Words4 elements() const {
+    return expanded<X>(words);
+  }
+};
+
+// Element i of both, the first's in the lower half.
+template <typename M, typename C>
+DEVICE uint32 pair_of(const Eight<C>& first, const Eight<C>& second, int i) {
+  const uint32 a = first.words.word[i / 2], b = second.words.word[i / 2];
+  return i % 2 ? upper_halves(a, b) : lower_halves(a, b);
+}
+template <typename M>
+DEVICE uint32 pair_of(const Eight<e4m3_t>& first, const Eight<e4m3_t>& second, int i) {
+  const uint32 codes = chosen_bytes(first.words.word[i / 4], second.words.word[i / 4], 0x4000 + i % 4 * 0x1010);
+  return expanded_pair(codes, M());
+}
+
+// The scales of keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of a tile, or of their values.
+template <typename C>
+struct TileScales {
+  DEVICE void load(const Pages<C>&, int64, int, int) {}
+  DEVICE float times(float value, int) const { return value; }
+};
+template <>
+struct TileScales<e4m3_t> {
+  float at[4];
+
+  // Of the tile at `row`; those beside lowest..highest may be anything, and count as 0.
+  DEVICE void load(const Pages<e4m3_t>& pages, int64 row, int lowest, int highest) {
+    UNROLL
+    for (int i = 0; i < 4; i += 2) {
+      const int key = lane_index() % 4 * 2 + i * 4;
+      const Words2 pair = load_words2(pages.scales + row + key);
+      UNROLL
+      for (int odd = 0; odd < 2; ++odd) {
+        const bool there = key + odd >= lowest && key + odd <= highest;
+        at[i + odd] = there ? float_of(pair.word[odd]) * Stored<e4m3_t>::UNIT : 0.0f;
+      }
+    }
+  }
+  DEVICE float times(float value, int i) const { return value * at[i]; }
+};
+
 // head_dim <= WIDTH, a multiple of 8.
-template <int WIDTH, typename X>
+template <int WIDTH, typename X, typename C>
 struct MmaRows {
   enum : int { STEPS = WIDTH / 32, BLOCKS = WIDTH / 64, FITS = WIDTH <= 128 };  // FITS: two tiles in registers
-  using Keys = Words4[STEPS][2];
+  using M = typename Mixed<X, C>::Type;
+
+  struct Keys {
+    Eight<C> part[STEPS][2];
+    TileScales<C> scales;
+  };
+  struct Values {
+    Eight<C> part[BLOCKS][4];
+    TileScales<C> scales;
+  };
 
   const X* queries;
   Words4 query[STEPS];
@@ -50,8 +120,10 @@ struct MmaRows {
   }
 
   // Beyond head_dim, real elements: the query is zero there.
-  static DEVICE void load_keys(const X* tile, int lowest, int highest, int head_dim, Keys& keys) {
-    const X* rows[2];
+  static DEVICE void load_keys(const Pages<C>& pages, int64 row, int lowest, int highest, Keys& keys) {
+    const int head_dim = pages.head_dim;
+    const C *tile = pages.cache + row * head_dim, *rows[2];
+    keys.scales.load(pages, row, lowest, highest);
     UNROLL
     for (int half = 0; half < 2; ++half) {
       rows[half] = tile + larger_int(lowest, smaller_int(8 * half + g(), highest)) * head_dim;
@@ -60,13 +132,15 @@ struct MmaRows {
     for (int step = 0; step < STEPS; ++step) {
       const int dimension = smaller_int(32 * step + 8 * t(), head_dim - 8);
       UNROLL
-      for (int half = 0; half < 2; ++half) keys[step][half] = load_words4_once(rows[half] + dimension);
+      for (int half = 0; half < 2; ++half) keys.part[step][half].load(rows[half] + dimension);
     }
   }
 
   // Beyond head_dim, real elements: nobody stores that part of the result.
-  static DEVICE void load_values(const X* tile, int lowest, int highest, int head_dim, Words4 (&values)[BLOCKS][4]) {
-    const X* rows[4];
+  static DEVICE void load_values(const Pages<C>& pages, int64 row, int lowest, int highest, Values& values) {
+    const int head_dim = pages.head_dim;
+    const C *tile = pages.cache + (pages.to_values + row) * head_dim, *rows[4];
+    values.scales.load(pages, pages.to_values + row, lowest, highest);
     UNROLL
     for (int i = 0; i < 4; ++i) {
       const int key = 2 * t() + i % 2 + i / 2 * 8;
@@ -76,7 +150,7 @@ struct MmaRows {
     for (int block = 0; block < BLOCKS; ++block) {
       const int dimension = smaller_int(64 * block + 8 * g(), head_dim - 8);
       UNROLL
-      for (int i = 0; i < 4; ++i) values[block][i] = load_words4_once(rows[i] + dimension);
+      for (int i = 0; i < 4; ++i) values.part[block][i].load(rows[i] + dimension);
     }
   }
 
@@ -90,12 +164,13 @@ struct MmaRows {
     UNROLL
     for (int step = 0; step < STEPS; ++step) {
       const Words4 q = FITS ? query[step] : query_part(step);
+      const Words4 k[2] = {keys.part[step][0].template elements<X>(), keys.part[step][1].template elements<X>()};
       UNROLL
       for (int pair = 0; pair < 4; pair += 2) {
         const uint32 a[4] = {q.word[pair], 0, q.word[pair + 1], 0};
         UNROLL
         for (int half = 0; half < 2; ++half) {
-          const uint32 b[2] = {keys[step][half].word[pair], keys[step][half].word[pair + 1]};
+          const uint32 b[2] = {k[half].word[pair], k[half].word[pair + 1]};
           mma_16816(scores[half], a, b, X());
         }
       }
@@ -103,12 +178,14 @@ struct MmaRows {
   }
 
   // Scores of keys `lowest`..`highest` of the tile become the weights of the product; the state so far is rescaled.
-  DEVICE void weigh(const float (&scores)[2][4], int lowest, int highest, float scale, uint32 (&weights)[2]) {
+  DEVICE void weigh(const float (&scores)[2][4], const TileScales<C>& of_keys, const TileScales<C>& of_values,
+                    int lowest, int highest, float scale, uint32 (&weights)[2]) {
     float scaled[4], highest_score = largest;
     UNROLL
     for (int i = 0; i < 4; ++i) {
       const int key = 2 * t() + i % 2 + i / 2 * 8;
-      scaled[i] = key >= lowest && key <= highest ? scores[i / 2][i % 2] * scale : minus_infinity();
+      const float score = of_keys.times(scores[i / 2][i % 2], i) * scale;
+      scaled[i] = key >= lowest && key <= highest ? score : minus_infinity();
       highest_score = larger(highest_score, scaled[i]);
     }
     UNROLL
@@ -118,8 +195,10 @@ struct MmaRows {
     UNROLL
     for (int i = 0; i < 4; ++i) scaled[i] = power_of_two(scaled[i] - base);
     sum = sum * old + ((scaled[0] + scaled[1]) + (scaled[2] + scaled[3]));
-    weights[0] = rounded_pair<X>(scaled[0], scaled[1]);
-    weights[1] = rounded_pair<X>(scaled[2], scaled[3]);
+    UNROLL
+    for (int i = 0; i < 4; ++i) scaled[i] = of_values.times(scaled[i], i);
+    weights[0] = rounded_pair<M>(scaled[0], scaled[1]);
+    weights[1] = rounded_pair<M>(scaled[2], scaled[3]);
     const float even = shuffle(old, 8 * t()), odd = shuffle(old, 8 * t() + 4);  // lanes 4 (2 t) and 4 (2 t + 1)
     UNROLL
     for (int block = 0; block < BLOCKS; ++block) {
@@ -129,16 +208,15 @@ struct MmaRows {
   }
 
   // Row g of product i is dimension 8 g + 2 i of the block, row g + 8 the one after it.
-  DEVICE void mix(const Words4 (&values)[BLOCKS][4], const uint32 (&weights)[2]) {
+  DEVICE void mix(const Values& values, const uint32 (&weights)[2]) {
     UNROLL
     for (int block = 0; block < BLOCKS; ++block) {
+      const Eight<C>(&v)[4] = values.part[block];
       UNROLL
       for (int i = 0; i < 4; ++i) {
-        const uint32 v[4] = {values[block][0].word[i], values[block][1].word[i], values[block][2].word[i],
-                             values[block][3].word[i]};
-        const uint32 a[4] = {lower_halves(v[0], v[1]), upper_halves(v[0], v[1]), lower_halves(v[2], v[3]),
-                             upper_halves(v[2], v[3])};
-        mma_16816(out[block][i], a, weights, X());
+        const uint32 a[4] = {pair_of<M>(v[0], v[1], 2 * i), pair_of<M>(v[0], v[1], 2 * i + 1),
+                             pair_of<M>(v[2], v[3], 2 * i), pair_of<M>(v[2], v[3], 2 * i + 1)};
+        mma_16816(out[block][i], a, weights, M());
       }
     }
   }
@@ -146,32 +224,31 @@ struct MmaRows {
   // The keys [first, end), the warp's share of them: every `stride`th tile from `tile` on. Where registers allow,
   // values are on their way while keys are scored, and the next tile's keys while values are mixed. A lane whose key is
   // outside reads another, at weight 0.
-  DEVICE void tiles(const Pages<X>& pages, int tile, int stride, int first, int end, float scale) {
-    const int head_dim = pages.head_dim;
+  DEVICE void tiles(const Pages<C>& pages, int tile, int stride, int first, int end, float scale) {
     if (tile >= end) return;
-    const X* at = pages.key(tile);
+    int64 row = pages.row(tile);
     int lowest = larger_int(0, first - tile), highest = smaller_int(KEY_TILE, end - tile) - 1;
     Keys keys;
-    load_keys(at, lowest, highest, head_dim, keys);
+    load_keys(pages, row, lowest, highest, keys);
     NO_UNROLL
     while (true) {
-      Words4 values[BLOCKS][4];
+      Values values;
       float scores[2][4];
       uint32 weights[2];
-      if (FITS) load_values(at + pages.to_values, lowest, highest, head_dim, values);
+      if (FITS) load_values(pages, row, lowest, highest, values);
       score(keys, scores);
-      if (!FITS) load_values(at + pages.to_values, lowest, highest, head_dim, values);
-      weigh(scores, lowest, highest, scale, weights);
+      if (!FITS) load_values(pages, row, lowest, highest, values);
+      weigh(scores, keys.scales, values.scales, lowest, highest, scale, weights);
       tile += stride;
       if (tile < end) {
-        at = pages.key(tile);
+        row = pages.row(tile);
         lowest = 0;
         highest = smaller_int(KEY_TILE, end - tile) - 1;
-        if (FITS) load_keys(at, lowest, highest, head_dim, keys);
+        if (FITS) load_keys(pages, row, lowest, highest, keys);
       }
       mix(values, weights);
       if (tile >= end) return;
-      if (!FITS) load_keys(at, lowest, highest, head_dim, keys);
+      if (!FITS) load_keys(pages, row, lowest, highest, keys);
     }
   }
 

@@ -10,7 +10,8 @@
 enum : int { FMA_ROWS = 4 };
 
 // head_dim <= WIDTH, a power of two. N = 8: head_dim is a multiple of 8, and a lane's dimensions lie side by side.
-template <int WIDTH, int N, typename X>
+// C: the cache's element.
+template <int WIDTH, int N, typename X, typename C>
 struct FmaRows {
   enum : int { LANES = N == WIDE ? WIDTH / WIDE : WARP, GROUPS = WARP / LANES, DIMENSIONS = WIDTH / LANES };
   enum : int { AT_ONCE = N == WIDE ? 4 : 1 };  // keys that a group of lanes takes at a time
@@ -32,10 +33,18 @@ struct FmaRows {
     }
   }
 
-  static DEVICE void load_row(const X* row, int head_dim, Dimensions& to) {
+  static DEVICE Pack<C, WIDE> load_wide(const C* from) {
+    if constexpr (Stored<C>::SCALED) {
+      return load_codes(from);
+    } else {
+      return load<WIDE>(from);
+    }
+  }
+
+  static DEVICE void load_row(const C* row, int head_dim, Dimensions& to) {
     if constexpr (N == WIDE) {
       // Beyond head_dim, real elements: the query is zero there, and nobody stores that part of the result.
-      const Pack<X, WIDE> pack = load<WIDE>(row + smaller_int(dimension(0), head_dim - WIDE));
+      const Pack<C, WIDE> pack = load_wide(row + smaller_int(dimension(0), head_dim - WIDE));
       UNROLL
       for (int i = 0; i < WIDE; ++i) to[i] = to_float(pack.at[i]);
     } else {
@@ -60,8 +69,9 @@ struct FmaRows {
     return score;
   }
 
-  // Every lane knows the scores of its group's keys.
-  DEVICE void take(int row, const float (&scores)[AT_ONCE], const Dimensions (&values)[AT_ONCE]) {
+  // Every lane knows the scores of its group's keys. units: what the values are to be multiplied by.
+  DEVICE void take(int row, const float (&scores)[AT_ONCE], const Dimensions (&values)[AT_ONCE],
+                   const float (&units)[AT_ONCE]) {
     float highest = largest[row];
     UNROLL
     for (int u = 0; u < AT_ONCE; ++u) highest = larger(highest, scores[u]);
@@ -73,6 +83,7 @@ struct FmaRows {
     for (int u = 0; u < AT_ONCE; ++u) {
       weights[u] = power_of_two(scores[u] - base);
       sum[row] += weights[u];
+      if constexpr (Stored<C>::SCALED) weights[u] *= units[u];
     }
     UNROLL
     for (int i = 0; i < DIMENSIONS; ++i) {
@@ -85,18 +96,26 @@ struct FmaRows {
 
   // The keys [first, end) of the tile at `tile`, at least one. Keys beside them are never read: a lane whose key is
   // none of them reads another, at weight 0.
-  DEVICE void tile(const Pages<X>& pages, int tile, int first, int end, const Sight& sight, float scale) {
-    const X* keys = pages.key(tile);
+  DEVICE void tile(const Pages<C>& pages, int tile, int first, int end, const Sight& sight, float scale) {
+    const int64 tile_row = pages.row(tile);
+    const C* keys = pages.cache + tile_row * pages.head_dim;
     NO_UNROLL
     for (int batch = 0; batch < KEY_TILE; batch += AT_ONCE * GROUPS) {
       int at[AT_ONCE];
       Dimensions key[AT_ONCE], values[AT_ONCE];
+      float scales[AT_ONCE], units[AT_ONCE];
       UNROLL
       for (int u = 0; u < AT_ONCE; ++u) {
         at[u] = tile + batch + u * GROUPS + lane_index() / LANES;
-        const int64 row = int64(larger_int(first, smaller_int(at[u], end - 1)) - tile) * pages.head_dim;
-        load_row(keys + row, pages.head_dim, key[u]);
-        load_row(keys + pages.to_values + row, pages.head_dim, values[u]);
+        const int64 row = larger_int(first, smaller_int(at[u], end - 1)) - tile;
+        load_row(keys + row * pages.head_dim, pages.head_dim, key[u]);
+        load_row(keys + (pages.to_values + row) * pages.head_dim, pages.head_dim, values[u]);
+        scales[u] = scale;
+        units[u] = 1.0f;
+        if constexpr (Stored<C>::SCALED) {
+          scales[u] *= pages.scales[tile_row + row];
+          units[u] = pages.scales[tile_row + pages.to_values + row];
+        }
       }
       UNROLL
       for (int row = 0; row < FMA_ROWS; ++row) {
@@ -105,10 +124,10 @@ struct FmaRows {
         UNROLL
         for (int u = 0; u < AT_ONCE; ++u) {
           const bool seen = at[u] >= first && at[u] < end && sight.sees(row, at[u]);
-          scores[u] = score(row, key[u]) * scale;
+          scores[u] = score(row, key[u]) * scales[u];
           if (!seen) scores[u] = minus_infinity();
         }
-        take(row, scores, values);
+        take(row, scores, values, units);
       }
     }
   }

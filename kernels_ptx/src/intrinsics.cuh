@@ -16,6 +16,9 @@ struct half_t {  // IEEE binary16, as stored
 struct bfloat_t {  // the upper half of a binary32, as stored
   uint16 bits;
 };
+struct e4m3_t {  // sign, 4 bits of exponent, 3 of fraction, as stored; no infinity
+  unsigned char bits;
+};
 struct alignas(8) Words2 {
   uint32 word[2];
 };
@@ -98,6 +101,13 @@ DEVICE Words4 load_words4_once(const void* address) {
       : "l"(__cvta_generic_to_global(address)));
   return got;
 }
+DEVICE Words2 load_words2_once(const void* address) {
+  Words2 got;
+  asm("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+      : "=r"(got.word[0]), "=r"(got.word[1])
+      : "l"(__cvta_generic_to_global(address)));
+  return got;
+}
 
 // ---- Between blocks: what was written before a release is seen after the acquire that reads it.
 DEVICE uint32 load_acquire(const uint32* address) {
@@ -127,6 +137,8 @@ DEVICE T atomic_compare_swap(T* address, T expected, T value) {
 // ---- Numbers.
 DEVICE uint32 bits_of(float value) { return __float_as_uint(value); }
 DEVICE float float_of(uint32 bits) { return __uint_as_float(bits); }
+// Four bytes of the eight of `low` and `high`, 0 the lowest of `low`: each half-byte of `selector` names one.
+DEVICE uint32 chosen_bytes(uint32 low, uint32 high, uint32 selector) { return __byte_perm(low, high, selector); }
 DEVICE float half_value(uint16 bits) {
   float value;
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
@@ -153,6 +165,19 @@ DEVICE uint32 pair_bits(float first, float second, half_t) {
 DEVICE uint32 pair_bits(float first, float second, bfloat_t) {
   uint32 bits;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+  return bits;
+}
+DEVICE uint32 multiply_pairs(uint32 a, uint32 b, bfloat_t) {  // to nearest even, subnormals as they are
+  uint32 product;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));
+  return product;
+}
+#endif
+#if TIER >= 89
+#define NATIVE_E4M3  // to nearest even, at most 448; NaN becomes 0x7f. The first in the lower byte
+DEVICE uint32 e4m3_pair(float first, float second) {
+  uint16 bits;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(second), "f"(first));
   return bits;
 }
 #endif
@@ -250,6 +275,13 @@ DEVICE void copy_async(void* to, const void* from, int valid = 16) {
 DEVICE void copy_async_once(void* to, const void* from, int valid = 16) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(uint32(__cvta_generic_to_shared(to))),
                "l"(__cvta_generic_to_global(from)), "r"(valid)
+               : "memory");
+}
+// The same of 4 or 8 bytes.
+template <int BYTES>
+DEVICE void copy_async_few(void* to, const void* from, int valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(uint32(__cvta_generic_to_shared(to))),
+               "l"(__cvta_generic_to_global(from)), "n"(BYTES), "r"(valid)
                : "memory");
 }
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

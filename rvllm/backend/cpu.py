@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from rvllm.backend import definitions as define
 from rvllm.model.checkpoint import Checkpoint
-from rvllm.program.dtype import Float32
+from rvllm.program.dtype import STORED, Float32, Stored
 from rvllm.program.ops import (
     ActMul,
     Add,
@@ -136,11 +135,13 @@ def define_op(op: Plain, values: Mapping[str, Any], weights: Mapping[str, Float3
             return define.linear(value(op.x), weights[joined_name(op.weights)], bias, decode, dtype)
         case RopeKV():
             qkv, angles, cache = value(op.qkv), value(op.angles), value(op.cache)
-            return define.rope_kv(qkv, angles, value(op.slots), cache, op.heads, dtype, op.cache.dtype)
+            scales = value(op.scales) if op.scales else None
+            return define.rope_kv(qkv, angles, value(op.slots), cache, op.heads, dtype, scales)
         case Attention():
             tables, starts, lengths = value(op.block_tables), value(op.query_starts), value(op.kv_lengths)
             q, cache = value(op.q), value(op.cache)
-            return define.attention(q, cache, tables, starts, lengths, op.heads, op.scale, op.window, dtype)
+            scales = value(op.scales) if op.scales else None
+            return define.attention(q, cache, tables, starts, lengths, op.heads, op.scale, op.window, dtype, scales)
         case ActMul():
             return define.act_mul(value(op.x), op.activation, dtype)
         case Add():
@@ -170,10 +171,10 @@ def load_weights(program: Program, checkpoint: Checkpoint, progress: Progress | 
     return weights
 
 
-def _new_caches(program: Program, blocks: tuple[int, ...], block_size: int) -> dict[str, npt.NDArray[np.float32]]:
+def _new_caches(program: Program, blocks: tuple[int, ...], block_size: int) -> dict[str, Stored]:
     """Zeroed caches; the system gives them memory only where they are written."""
     known = {f"blocks.{group}": count for group, count in enumerate(blocks)} | {"block": block_size}
-    return {name: np.zeros(tensor.sizes(known), dtype=np.float32) for name, tensor in program.caches.items()}
+    return {name: np.zeros(tensor.sizes(known), STORED[tensor.dtype]) for name, tensor in program.caches.items()}
 
 
 def _views(program: Program, offsets: Mapping[str, int], arena: Float32, sizes: dict[str, int]) -> dict[str, Float32]:

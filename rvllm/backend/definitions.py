@@ -2,6 +2,7 @@
 
 Arrays are float32 whatever a program's activation dtype; `dtype` says what each result is rounded to, at the points
 where transformers' eager code rounds. Sums are float32. A row's bits do not depend on the rows beside it (`linear`).
+Caches alone hold elements of their own format (`program.dtype.STORED`), since they must not take more memory.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from rvllm.program.dtype import DType, Float32, round_to
+from rvllm.program.dtype import BF16, E4M3_LARGEST, F32, DType, Float32, Stored, f32_to_e4m3, load, round_to, store
 from rvllm.program.program import Int32
 
 # One float32 panel of a weight that stays in a core's L2 cache while every decode row passes over it.
@@ -72,9 +73,18 @@ def _decode_rows(x: Float32, weight: Float32, out: Float32) -> None:
 
 
 def rope_kv(
-    qkv: Float32, angles: Float32, slots: Int32, cache: Float32, heads: int, dtype: DType, cache_dtype: DType
+    qkv: Float32,
+    angles: Float32,
+    slots: Int32,
+    cache: Stored,
+    heads: int,
+    dtype: DType,
+    scales: Float32 | None = None,
 ) -> Float32:
-    """Rotate q and k, write k and v to the cache's slots in its dtype, return q; shapes as in ops.RopeKV."""
+    """Rotate q and k, write k and v to the cache's slots in its dtype, return q; shapes as in ops.RopeKV.
+
+    With `scales` the cache's elements are codes (`encode`). What is rotated is rounded once, to the cache's format.
+    """
     _, _, kv_heads, block_size, head_dim = cache.shape
     tokens = len(qkv)
     q, k, v = np.split(qkv, [heads * head_dim, (heads + kv_heads) * head_dim], axis=1)
@@ -82,9 +92,26 @@ def rope_kv(
     rotated_k = rotate(k.reshape(tokens, kv_heads, head_dim), angles)
     kept = slots >= 0
     blocks, places = np.divmod(slots[kept], block_size)
-    cache[0, blocks, :, places] = round_to(rotated_k, cache_dtype)[kept]
-    cache[1, blocks, :, places] = round_to(v.reshape(tokens, kv_heads, head_dim), cache_dtype)[kept]
+    for kind, rows in enumerate((rotated_k, v.reshape(tokens, kv_heads, head_dim))):
+        if scales is None:
+            cache[kind, blocks, :, places] = store(rows[kept], cache.dtype)
+        else:
+            cache[kind, blocks, :, places], scales[kind, blocks, :, places] = encode(rows[kept])
     return round_to(rotated_q, dtype).reshape(tokens, heads * head_dim)
+
+
+def encode(rows: Float32) -> tuple[Stored, Float32]:
+    """E4M3 codes of rows (..., head_dim) and a scale a row, (...): a row stands for codes * scale.
+
+    scale = float32(largest |x| / 448); code = E4M3(float32(x / scale)), 0 where the scale is 0. Where a row holds
+    anything that is no finite number, scale and codes are NaN: no score of such a key is a number.
+    """
+    largest = np.abs(rows).max(axis=-1)
+    scales = np.where(np.isfinite(largest), largest / E4M3_LARGEST, np.float32(np.nan))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        codes = f32_to_e4m3(rows / scales[..., None])
+    codes[scales == 0] = 0
+    return codes, scales
 
 
 def rotate(x: Float32, angles: Float32) -> Float32:
@@ -97,7 +124,7 @@ def rotate(x: Float32, angles: Float32) -> Float32:
 
 def attention(
     q: Float32,
-    cache: Float32,
+    cache: Stored,
     block_tables: Int32,
     query_starts: Int32,
     kv_lengths: Int32,
@@ -105,8 +132,14 @@ def attention(
     scale: float,
     window: int | None,
     dtype: DType,
+    scales: Float32 | None = None,
 ) -> Float32:
-    """Causal attention over the paged cache, sequence by sequence; shapes as in ops.Attention."""
+    """Causal attention over the paged cache, sequence by sequence; shapes as in ops.Attention.
+
+    Weights are rounded to `dtype` before they meet the values, and so is the result. With `scales` the cache holds
+    codes: a score is multiplied by its key's scale, and a weight by its value's before that rounding, which is to bf16
+    then, for half's exponents do not reach down to such products (but with float32 there is none, as ever).
+    """
     out = np.empty_like(q)
     for sequence, kv_length in enumerate(kv_lengths.tolist()):
         begin, end = query_starts[sequence], query_starts[sequence + 1]
@@ -114,43 +147,48 @@ def attention(
             stop = min(start + BLOCK_QUERIES, end)
             seen = kv_length - (end - stop)  # tokens up to the last query of this block
             first = 0 if window is None else max(0, seen - (stop - start) - window + 1)
-            keys, values, first = _gather(cache, block_tables[sequence], first, seen)
-            out[start:stop] = _attend(q[start:stop], keys, values, first, heads, scale, window, dtype)
+            pages = load(_gather(cache, block_tables[sequence], first, seen))
+            units = None if scales is None else _gather(scales, block_tables[sequence], first, seen)
+            out[start:stop] = _attend(q[start:stop], pages, units, heads, scale, window, dtype)
     return out
 
 
-def _gather(cache: Float32, table: Int32, first: int, seen: int) -> tuple[Float32, Float32, int]:
-    """Keys and values of positions [first, seen), from the start of first's block: (kv_heads, n, head_dim) each."""
-    _, _, kv_heads, block_size, head_dim = cache.shape
+def _gather(cache: Stored, table: Int32, first: int, seen: int) -> Stored:
+    """What the cache has of positions [first, seen), from the start of first's block: (2, kv_heads, n, ...)."""
+    kv_heads, block_size = cache.shape[2:4]
     start = first // block_size
     blocks = table[start : -(-seen // block_size)]
     count = seen - start * block_size
-    pages = cache[:, blocks].transpose(0, 2, 1, 3, 4).reshape(2, kv_heads, -1, head_dim)[:, :, :count]
-    return pages[0], pages[1], start * block_size
+    return cache[:, blocks].swapaxes(1, 2).reshape(2, kv_heads, -1, *cache.shape[4:])[:, :, :count]
 
 
 def _attend(
     q: Float32,
-    keys: Float32,
-    values: Float32,
-    first: int,
+    pages: Float32,
+    units: Float32 | None,
     heads: int,
     scale: float,
     window: int | None,
     dtype: DType,
 ) -> Float32:
-    """Queries at the last positions of `keys`, whose first one is position `first`."""
+    """Queries at the last of the n positions of pages (2, kv_heads, n, head_dim), units (2, kv_heads, n)."""
+    keys, values = pages
     queries, kv_heads = len(q), len(keys)
     group, head_dim = heads // kv_heads, keys.shape[-1]
     packed = (
         q.reshape(queries, kv_heads, group, head_dim).transpose(1, 2, 0, 3).reshape(kv_heads, group * queries, head_dim)
     )
     scores = np.matmul(packed, keys.transpose(0, 2, 1)) * np.float32(scale)
+    if units is not None:
+        scores *= units[0][:, None]
     scores = scores.reshape(kv_heads, group, queries, -1)
     if queries > 1 or window is not None:
         scores = np.where(_visible(queries, keys.shape[1], window), scores, np.float32(-np.inf))
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights = round_to(weights / weights.sum(axis=-1, keepdims=True), dtype)
+    weights /= weights.sum(axis=-1, keepdims=True)
+    if units is not None:
+        weights *= units[1][:, None, None]
+    weights = round_to(weights, dtype if units is None or dtype is F32 else BF16)
     mixed = np.matmul(weights.reshape(kv_heads, group * queries, -1), values)
     mixed = mixed.reshape(kv_heads, group, queries, head_dim).transpose(2, 0, 1, 3)
     return round_to(mixed.reshape(queries, heads * head_dim), dtype)

@@ -22,7 +22,7 @@ from rvllm.engine.request import Request, Sequence
 from rvllm.engine.scheduler import Chunk
 from rvllm.engine.step import build_step
 from rvllm.model.files import Progress
-from rvllm.model.source import Source, context_length, record, weights_for
+from rvllm.model.source import Source, cache_dtype, context_length, record, weights_for
 from rvllm.program.fuse import fuse
 from rvllm.program.program import Program, Step
 from rvllm.sampling.params import SamplingParams
@@ -49,6 +49,7 @@ class CheckReport:
     device: str
     tier: str
     dtype: str
+    kv_cache_dtype: str
     kernels: tuple[KernelReport, ...]
     wrong: Difference | None
 
@@ -59,11 +60,19 @@ def open_gpu(warn: Callable[[str], None]) -> tuple[str, Device]:
     return gpu.gpu.name, gpu
 
 
-def check_model(source: Source, dtype: str, name: str, device: Device, progress: Progress | None = None) -> CheckReport:
-    """Run the canned steps op by op on `device`, called `name`; `dtype` is EngineConfig's. Raises StartError."""
+def check_model(
+    source: Source,
+    dtype: str,
+    kv_cache_dtype: str,
+    name: str,
+    device: Device,
+    progress: Progress | None = None,
+) -> CheckReport:
+    """Run the canned steps op by op on `device`, called `name`; the dtypes are EngineConfig's. Raises StartError."""
     activations = gpu_dtype(dtype, source.config.dtype)
     length = context_length(source.config, min(PROMPT + DECODES + 1, source.config.max_position))
-    program = fuse(record(source, dtype=activations, kv_dtype=activations, max_length=length), FUSIONS)
+    kv_dtype = cache_dtype(kv_cache_dtype, activations)
+    program = fuse(record(source, dtype=activations, kv_dtype=kv_dtype, max_length=length), FUSIONS)
     checkpoint = weights_for(source, program)
     most = blocks_for(length, BLOCK_SIZE)
     model = CudaModel(
@@ -85,7 +94,8 @@ def check_model(source: Source, dtype: str, name: str, device: Device, progress:
             found.append(difference)
             if progress:
                 progress("checking ops", len(found), len(steps) * len(program.ops))
-    return CheckReport(name, device.tier, activations.name, by_kernel(found), next((d for d in found if d.wrong), None))
+    wrong = next((difference for difference in found if difference.wrong), None)
+    return CheckReport(name, device.tier, activations.name, kv_dtype.name, by_kernel(found), wrong)
 
 
 def canned_steps(program: Program, length: int, vocab: int) -> Iterator[Step]:
@@ -126,7 +136,8 @@ def check_lines(report: CheckReport) -> list[str]:
     rows = [
         f"{entry.kernel:20}{entry.ops:6,} ops{entry.roundings:10.2f} roundings at the worst" for entry in report.kernels
     ]
-    head = f"{report.device}, {report.tier} kernels, {report.dtype}; up to {ALLOWED:.0f} roundings are allowed"
+    cache = "" if report.kv_cache_dtype == report.dtype else f" with a cache of {report.kv_cache_dtype}"
+    head = f"{report.device}, {report.tier} kernels, {report.dtype}{cache}; up to {ALLOWED:.0f} roundings are allowed"
     return [head, *rows, verdict(report)]
 
 
@@ -147,6 +158,7 @@ def check_facts(report: CheckReport) -> dict[str, Any]:
         "device": report.device,
         "tier": report.tier,
         "dtype": report.dtype,
+        "kv_cache_dtype": report.kv_cache_dtype,
         "allowed_roundings": ALLOWED,
         "kernels": [
             {"kernel": entry.kernel, "ops": entry.ops, "roundings": _finite(entry.roundings)}

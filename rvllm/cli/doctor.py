@@ -11,7 +11,7 @@ from rvllm.cli.fit import RUNTIME_BYTES, Fit, on_cpu, on_gpu
 from rvllm.cli.gpus import gpu_option
 from rvllm.cli.machine import Facts, free_memory, machine
 from rvllm.cli.model import OpenedModel, open_model
-from rvllm.cli.options import Size, in_gib, json_option, setting, talk_options
+from rvllm.cli.options import Size, in_gib, json_option, kv_cache_dtype_option, setting, talk_options
 from rvllm.cli.talk import Talk
 from rvllm.config import DTYPES, LOAD_FORMATS, EngineConfig
 from rvllm.errors import StartError
@@ -33,7 +33,8 @@ class Place:
 @click.argument("model", required=False)
 @gpu_option
 @click.option("--gpu-memory", type=Size(), help="A card with this memory, such as 24GiB.")
-@setting("dtype", type=click.Choice(DTYPES), show_default=True, help="Of activations and cache on a card.")
+@setting("dtype", type=click.Choice(DTYPES), show_default=True, help="Of activations on a card.")
+@kv_cache_dtype_option
 @setting("load_format", type=click.Choice(LOAD_FORMATS), show_default=True, help="dummy: config.json is enough.")
 @click.option("--check", is_flag=True, help="Run MODEL's ops on this machine's GPU, each beside numpy.")
 @setting("offline", is_flag=True, help="Never fetch the default model.")
@@ -44,6 +45,7 @@ def doctor(
     gpu: str | None,
     gpu_memory: int | None,
     dtype: str,
+    kv_cache_dtype: str,
     load_format: str,
     check: bool,
     offline: bool,
@@ -63,7 +65,7 @@ def doctor(
         if model is None or gpu or gpu_memory:
             raise click.UsageError("--check runs MODEL on this machine's GPU: name it, without --gpu and --gpu-memory")
         with Talk(quiet=quiet, verbose=verbose) as talk:
-            check_on_gpu(model, dtype, load_format, offline, as_json, talk)
+            check_on_gpu(model, dtype, kv_cache_dtype, load_format, offline, as_json, talk)
         return
     facts = machine()
     if model is None:
@@ -76,6 +78,7 @@ def doctor(
         opened = open_model(
             model,
             dtype="float32" if place.on_cpu else dtype,
+            kv_cache_dtype=kv_cache_dtype,
             load_format=load_format,
             max_model_len=None,
             offline=offline,
@@ -88,14 +91,16 @@ def doctor(
         click.get_current_context().exit(1)
 
 
-def check_on_gpu(model: str, dtype: str, load_format: str, offline: bool, as_json: bool, talk: Talk) -> None:
+def check_on_gpu(
+    model: str, dtype: str, kv_cache_dtype: str, load_format: str, offline: bool, as_json: bool, talk: Talk
+) -> None:
     """Print how MODEL's ops compare with their definitions; exits with 1 where one is wrong. Raises StartError."""
     from rvllm.cli import check  # the whole CUDA backend: only for those who ask
 
     name, device = check.open_gpu(talk.note)
     files = locate(model, offline=offline, progress=talk.progress)
     source = open_source(files, load_format=load_format, warn=talk.note)
-    report = check.check_model(source, dtype, name, device, talk.progress)
+    report = check.check_model(source, dtype, kv_cache_dtype, name, device, talk.progress)
     if as_json:
         import json
 

@@ -10,7 +10,7 @@ import click
 
 from rvllm.cli.gpus import card_for, gpu_option
 from rvllm.cli.model import OpenedModel, open_model
-from rvllm.cli.options import Size, in_gib, json_option, setting, talk_options
+from rvllm.cli.options import Size, in_gib, json_option, kv_cache_dtype_option, setting, talk_options
 from rvllm.cli.talk import Talk
 from rvllm.config import DTYPES, LOAD_FORMATS
 from rvllm.program.cost import Cost, Device, Load, cost
@@ -27,7 +27,8 @@ DEFAULT_CONTEXT = 512
 @click.option("--sequences", "--batch", type=Size(), default=1, show_default=True, help="That run at once.")
 @click.option("--context", type=Size(), help=f"Tokens of each at the step's end.  [default: {DEFAULT_CONTEXT}]")
 @gpu_option
-@setting("dtype", type=click.Choice(DTYPES), show_default=True, help="Of activations and cache.")
+@setting("dtype", type=click.Choice(DTYPES), show_default=True, help="Of activations.")
+@kv_cache_dtype_option
 @setting("load_format", type=click.Choice(LOAD_FORMATS), show_default=True, help="dummy: config.json is enough.")
 @setting("offline", is_flag=True, help="Never fetch the default model.")
 @click.option("--unfused", is_flag=True, help="Show every op by itself.")
@@ -40,6 +41,7 @@ def explain(
     context: int | None,
     gpu: str | None,
     dtype: str,
+    kv_cache_dtype: str,
     load_format: str,
     offline: bool,
     unfused: bool,
@@ -57,6 +59,7 @@ def explain(
         opened = open_model(
             model,
             dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
             load_format=load_format,
             max_model_len=None,
             offline=offline,

@@ -29,7 +29,7 @@ from rvllm.engine.device import choose_device
 from rvllm.engine.load import gpu_dtype, load_engine
 from rvllm.errors import WrongOutput
 from rvllm.model.files import Progress, locate
-from rvllm.model.source import Source, context_length, open_source, record
+from rvllm.model.source import Source, cache_dtype, context_length, open_source, record
 from rvllm.program.cost import Device
 from rvllm.program.fuse import fuse
 from rvllm.version import VERSION
@@ -83,7 +83,7 @@ def check_gpu(source: Source, config: EngineConfig, facts: dict[str, Any], talk:
     """The card, if its limits are known; the facts then say what it is and that it computes right."""
     facts["device"], gpu = check.open_gpu(talk.note)
     facts["tier"] = gpu.tier
-    facts["checks"].append(f"every op within {check_ops(source, config.dtype, gpu, talk.progress):.1f} roundings")
+    facts["checks"].append(f"every op within {check_ops(source, config, gpu, talk.progress):.1f} roundings")
     card = card_named(facts["device"])
     facts["limits"] = card and {"card": card.name, "bytes_per_s": card.bytes_per_s, "flops_per_s": card.flops_per_s}
     return card
@@ -136,7 +136,7 @@ def place_facts(config: EngineConfig, source: Source) -> dict[str, Any]:
             name: getattr(config, name)
             for name in (
                 *("device", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "enforce_eager"),
-                *("kv_cache_memory_bytes", "gpu_memory_utilization", "seed"),
+                *("kv_cache_dtype", "kv_cache_memory_bytes", "gpu_memory_utilization", "seed"),
             )
         },
     }
@@ -146,17 +146,19 @@ def gpu_program(source: Source, config: EngineConfig) -> Any:
     """The program as the engine runs it."""
     dtype = gpu_dtype(config.dtype, source.config.dtype)
     length = context_length(source.config, config.max_model_len)
-    return fuse(record(source, dtype=dtype, kv_dtype=dtype, max_length=length), FUSIONS)
+    kv_dtype = cache_dtype(config.kv_cache_dtype, dtype)
+    return fuse(record(source, dtype=dtype, kv_dtype=kv_dtype, max_length=length), FUSIONS)
 
 
-def check_ops(source: Source, dtype: str, gpu: GpuDevice, progress: Progress) -> float:
+def check_ops(source: Source, config: EngineConfig, gpu: GpuDevice, progress: Progress) -> float:
     """Hold each op of two layers to its definition; the worst, in roundings. Raises WrongOutput.
 
     The device's memory is free again afterwards: a second model beside the measured one would slow it down.
     """
     lent = Lent(gpu)
     try:
-        report = check.check_model(two_layers(source), dtype, "", cast(GpuDevice, lent), progress)
+        few, device = two_layers(source), cast(GpuDevice, lent)
+        report = check.check_model(few, config.dtype, config.kv_cache_dtype, "", device, progress)
     finally:
         lent.give_back()
     if report.wrong:

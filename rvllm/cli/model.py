@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rvllm.model.files import Progress, locate
-from rvllm.model.source import Source, context_length, open_source, record
+from rvllm.model.source import Source, cache_dtype, context_length, open_source, record
 from rvllm.program.cost import tensor_bytes
 from rvllm.program.dtype import BF16, F16, F32
 from rvllm.program.program import Program
@@ -41,6 +41,7 @@ def open_model(
     name: str,
     *,
     dtype: str,
+    kv_cache_dtype: str,
     load_format: str,
     max_model_len: int | None,
     offline: bool,
@@ -49,11 +50,13 @@ def open_model(
 ) -> OpenedModel:
     """Find a model and record its program as a GPU would run it. Raises StartError.
 
-    `dtype` and `load_format` are EngineConfig's; activations and cache are in the model's own dtype for "auto".
+    `dtype`, `kv_cache_dtype` and `load_format` are EngineConfig's; for "auto" activations are in the model's own dtype,
+    and the cache in theirs.
     """
     files = locate(name, offline=offline, progress=progress)
     source = open_source(files, load_format=load_format, warn=warn)
     activations = source.config.dtype if dtype == "auto" else _DTYPES[dtype]
     length = context_length(source.config, max_model_len)
-    program = record(source, dtype=activations, kv_dtype=activations, max_length=length)
+    kv_dtype = cache_dtype(kv_cache_dtype, activations)
+    program = record(source, dtype=activations, kv_dtype=kv_dtype, max_length=length)
     return OpenedModel(source, program, length)

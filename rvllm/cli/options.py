@@ -13,7 +13,17 @@ from typing import Any, TypeVar
 import click
 
 from rvllm.cli.main import debug_option
-from rvllm.config import BLOCK_SIZES, CPU_CACHE_BYTES, DEVICES, DTYPES, LOAD_FORMATS, POLICIES, EngineConfig
+from rvllm.config import (
+    BLOCK_SIZES,
+    CPU_CACHE_BYTES,
+    DEVICES,
+    DTYPES,
+    KV_CACHE_DTYPES,
+    LOAD_FORMATS,
+    POLICIES,
+    REFUSED_KV_CACHE_DTYPES,
+    EngineConfig,
+)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -100,6 +110,18 @@ class Sizes(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic
             self.fail(str(cause), param, ctx)
 
 
+class KvCacheDType(click.Choice):  # type: ignore[type-arg,unused-ignore]
+    """A format of the key/value cache. vLLM's others are refused with a reason."""
+
+    def __init__(self) -> None:
+        super().__init__(KV_CACHE_DTYPES)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value in REFUSED_KV_CACHE_DTYPES:
+            self.fail(f"{value} is not done: {REFUSED_KV_CACHE_DTYPES[value]}", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 def chain(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
     """Several options as one decorator, shown in this order."""
 
@@ -116,6 +138,10 @@ def setting(name: str, **how: Any) -> Callable[[Command], Command]:
     return click.option("--" + name.replace("_", "-"), name, **{"default": DEFAULTS[name], **how})
 
 
+kv_cache_dtype_option = setting(
+    "kv_cache_dtype", type=KvCacheDType(), show_default=True, help="Of keys and values; fp8: half the memory."
+)
+
 model_setting = setting(
     "model", metavar="MODEL", show_default=True, help="A folder, GGUF file, or name in Hugging Face's cache."
 )
@@ -123,6 +149,7 @@ model_setting = setting(
 engine_settings = chain(
     setting("device", type=click.Choice(DEVICES), show_default=True, help="Where to compute."),
     setting("dtype", type=click.Choice(DTYPES), show_default=True, help="Of activations."),
+    kv_cache_dtype_option,
     setting("load_format", type=click.Choice(LOAD_FORMATS), show_default=True, help="dummy: random weights."),
     setting("max_model_len", type=Size(auto=True), help="Tokens of prompt and output together.  [default: auto]"),
     setting(

@@ -13,7 +13,7 @@ from rvllm.engine.device import choose_device
 from rvllm.engine.engine import Engine, Model
 from rvllm.engine.scheduler import Limits
 from rvllm.errors import StartError
-from rvllm.model.source import Source, context_length, record, weights_for
+from rvllm.model.source import Source, cache_dtype, context_length, record, weights_for
 from rvllm.program.dtype import BF16, F16, F32, DType
 from rvllm.program.fuse import ALL_KERNELS, fuse
 from rvllm.program.program import Program
@@ -105,8 +105,8 @@ def _on_cpu(
         raise StartError(
             f"--dtype {config.dtype} is not available on the CPU, which computes in float32", hint="leave it out"
         )
-    length = context_length(source.config, config.max_model_len)
-    program = fuse(record(source, dtype=F32, kv_dtype=F32, max_length=length), ALL_KERNELS)
+    length, kv_dtype = context_length(source.config, config.max_model_len), cache_dtype(config.kv_cache_dtype, F32)
+    program = fuse(record(source, dtype=F32, kv_dtype=kv_dtype, max_length=length), ALL_KERNELS)
     memory = CPU_CACHE_BYTES if config.kv_cache_memory_bytes is None else config.kv_cache_memory_bytes
     # Never more than all sequences can use: what is kept beyond that would make a small model big.
     most = blocks_for(length, config.block_size) * config.max_num_seqs
@@ -132,7 +132,8 @@ def _on_gpu(
 
     dtype = gpu_dtype(config.dtype, source.config.dtype)
     length = context_length(source.config, config.max_model_len)
-    program = fuse(record(source, dtype=dtype, kv_dtype=dtype, max_length=length), FUSIONS)
+    kv_dtype = cache_dtype(config.kv_cache_dtype, dtype)
+    program = fuse(record(source, dtype=dtype, kv_dtype=kv_dtype, max_length=length), FUSIONS)
     gpu = Gpu(0, warn)
     model = CudaModel(
         program,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rvllm.errors import ConfigError
+from rvllm.config import KV_CACHE_DTYPES, REFUSED_KV_CACHE_DTYPES
+from rvllm.errors import ConfigError, StartError
 from rvllm.model.checkpoint import Checkpoint, check, head_is_tied, open_checkpoint
 from rvllm.model.config import ModelConfig, model_config
 from rvllm.model.dummy import DummyCheckpoint
@@ -15,7 +16,7 @@ from rvllm.model.files import ModelFiles, read_json
 from rvllm.model.gguf import GgufFile
 from rvllm.model.gguf_model import hf_config
 from rvllm.model.llama import record_llama
-from rvllm.program.dtype import FLOATS, DType
+from rvllm.program.dtype import BF16, E4M3, F16, F32, FLOATS, DType
 from rvllm.program.program import Program
 from rvllm.program.recorder import Recorder
 
@@ -67,6 +68,25 @@ def record(source: Source, *, dtype: DType, kv_dtype: DType, max_length: int) ->
     if source.checkpoint:
         check(source.checkpoint, {name: tensor.sizes({}) for name, tensor in program.weights.items()})
     return program
+
+
+def cache_dtype(asked: str, activations: DType) -> DType:
+    """The key/value cache's format for EngineConfig's name of it. Raises StartError.
+
+    Kernels have 16-bit caches in the activations' own format only; with float32, that is on a CPU, all are there.
+    """
+    if asked == "auto":
+        return activations
+    if asked not in KV_CACHE_DTYPES:
+        why = REFUSED_KV_CACHE_DTYPES.get(asked, "it is not known")
+        raise StartError(f"--kv-cache-dtype {asked}: {why}", hint=f"use one of {', '.join(KV_CACHE_DTYPES)}")
+    found = {"bfloat16": BF16, "float16": F16}.get(asked, E4M3)
+    if found not in (E4M3, activations) and activations is not F32:
+        raise StartError(
+            f"--kv-cache-dtype {asked} does not go with activations in {activations}: a 16-bit cache has their format",
+            hint="leave it out, or use fp8",
+        )
+    return found
 
 
 def weights_for(source: Source, program: Program) -> Checkpoint:

@@ -141,9 +141,8 @@ def _cached_tokens(op: Plain, load: Load) -> int:
 
 
 def _token_bytes(cache: Tensor) -> int:
-    kv_heads, head_dim = cache.shape[2], cache.shape[4]
-    assert isinstance(kv_heads, int) and isinstance(head_dim, int), cache
-    return 2 * cache.dtype.nbytes(kv_heads * head_dim)
+    """Bytes of one token in a cache or in its scales: all sizes but "blocks.GROUP" and "block"."""
+    return cache.dtype.nbytes(math.prod(size for size in cache.shape if isinstance(size, int)))
 
 
 def _width(tensor: Tensor) -> int:

@@ -1,7 +1,8 @@
 """The op set: what a model may record. Each op is worth one kernel, or a part of a fused one. Data only.
 
-A field that is a `Tensor` (or a tuple of them) is read, but for `out`, which is written; a `cache` is both. Shapes are
-(tokens, ...) unless said otherwise; X is the program's activation dtype, and an op's output is rounded to its dtype.
+A field that is a `Tensor` (or a tuple of them) is read, but for `out`, which is written; a `cache` and its `scales` are
+both. Shapes are (tokens, ...) unless said otherwise; X is the program's activation dtype, and an op's output is rounded
+to its dtype.
 """
 
 from __future__ import annotations
@@ -99,13 +100,15 @@ class RopeKV:
 
     qkv: (tokens, (heads + 2 kv_heads) * head_dim) X, rows q | k | v; dimension i pairs with i + rotary/2.
     slots: (tokens,) i32, block * block_size + place in it; a negative slot writes nothing.
-    cache: (2, blocks, kv_heads, block, head_dim); out: (tokens, heads * head_dim) X.
+    cache: (2, blocks, kv_heads, block, head_dim), and where that holds E4M3 codes, scales: (2, blocks, kv_heads, block)
+    f32; out: (tokens, heads * head_dim) X.
     """
 
     qkv: Tensor
     angles: Tensor
     slots: Tensor
     cache: Tensor
+    scales: Tensor | None
     heads: int
     kv_heads: int
     head_dim: int
@@ -118,11 +121,12 @@ class Attention:
 
     q: (tokens, heads * head_dim) X; block_tables: (sequences, max_blocks) i32; query_starts: (sequences + 1,) i32;
     kv_lengths: (sequences,) i32, cached tokens with the new ones. A query at position p sees positions j <= p, and with
-    a window only j > p - window.
+    a window only j > p - window. cache, scales: as in RopeKV.
     """
 
     q: Tensor
     cache: Tensor
+    scales: Tensor | None
     block_tables: Tensor
     query_starts: Tensor
     kv_lengths: Tensor

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rvllm.program.dtype import DType, Float32
+from rvllm.program.dtype import E4M3, F32, DType, Float32
 from rvllm.program.ops import Embedding, Kind, Linear, Norm, Op, RopeAngles, Tensor, parts, reads
 
 Int32 = npt.NDArray[np.int32]
@@ -18,7 +18,8 @@ Int32 = npt.NDArray[np.int32]
 class CacheGroup:
     """Layers whose cached tokens share one block table: same shape, same window.
 
-    A layer's cache is (2, blocks, kv_heads, block, head_dim), keys then values: a (block, head) tile is contiguous.
+    A layer's cache is (2, blocks, kv_heads, block, head_dim), keys then values: a (block, head) tile is contiguous. One
+    of E4M3 codes has a second tensor, of scales: (2, blocks, kv_heads, block) f32.
     """
 
     window: int | None
@@ -29,7 +30,8 @@ class CacheGroup:
 
     def token_bytes(self) -> int:
         """Bytes that one cached token takes in all the group's layers."""
-        return 2 * self.kv_heads * self.dtype.nbytes(self.head_dim) * self.layers
+        row = self.dtype.nbytes(self.head_dim) + (F32.nbytes(1) if self.dtype is E4M3 else 0)
+        return 2 * self.kv_heads * row * self.layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class Program:
 
     @property
     def caches(self) -> dict[str, Tensor]:
+        """Every tensor that lives across steps, (2, blocks.GROUP, ...): each layer's cache, and its scales if any."""
         return self._by_kind(Kind.CACHE)
 
     def _by_kind(self, kind: Kind) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rvllm.program.dtype import F32, I32, DType, Float32
+from rvllm.program.dtype import E4M3, F32, I32, DType, Float32
 from rvllm.program.ops import (
     ActMul,
     Add,
@@ -100,7 +100,7 @@ class Recorder:
         assert qkv.shape[1] == (heads + 2 * kv_heads) * head_dim, (name, qkv, heads, cache)
         out = self._activation(name, "tokens", heads * head_dim)
         slots = _input(f"slots.{group}", "tokens")
-        self._ops.append(RopeKV(qkv, angles, slots, cache, heads, kv_heads, head_dim, out))
+        self._ops.append(RopeKV(qkv, angles, slots, cache, _scales(cache), heads, kv_heads, head_dim, out))
         return out
 
     def attention(
@@ -109,7 +109,7 @@ class Recorder:
         out = self._activation(name, *q.shape)
         tables = _input(f"block_tables.{group}", "sequences", "max_blocks")
         starts, lengths = self._query_starts, self._kv_lengths
-        self._ops.append(Attention(q, cache, tables, starts, lengths, heads, scale, window, out))
+        self._ops.append(Attention(q, cache, _scales(cache), tables, starts, lengths, heads, scale, window, out))
         return out
 
     def act_mul(self, name: str, x: Tensor, activation: str) -> Tensor:
@@ -139,6 +139,13 @@ class Recorder:
         assert name not in self._names, f"{name} is recorded twice"
         self._names.add(name)
         return Tensor(name, shape, dtype or self.dtype, Kind.ACTIVATION)
+
+
+def _scales(cache: Tensor) -> Tensor | None:
+    """The tensor of a cache's scales, one a row of head_dim codes; None where it holds no codes."""
+    if cache.dtype is not E4M3:
+        return None
+    return Tensor(f"{cache.name}.scales", cache.shape[:-1], F32, Kind.CACHE)
 
 
 def _input(name: str, *shape: Size) -> Tensor:

@@ -371,3 +371,16 @@ def test_bad_words_are_not_written(tmp_path: Path) -> None:
     with pytest.raises(BadRequest) as refusal:
         llm.generate("x", greedy(bad_words=[" "]))
     assert refusal.value.param == "bad_words"
+
+
+def test_a_cache_of_codes_holds_almost_twice_the_tokens_in_the_memory_it_is_given(tmp_path: Path) -> None:
+    model, memory = random_model(tmp_path, Shape(hidden=64, intermediate=64, heads=1, kv_heads=1)), 1 << 20
+    tokens = {}
+    for name in ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3"):
+        llm = load(model, kv_cache_dtype=name, kv_cache_memory_bytes=memory, max_num_seqs=512)
+        held = sum(cache.nbytes for cache in llm._engine._model._caches.values())  # type: ignore[attr-defined]
+        assert held <= memory < held * 1.02
+        tokens[name] = llm._engine.limits.blocks * 32
+        assert llm.generate("Hello", greedy(max_tokens=3))[0].outputs[0].token_ids
+    assert tokens["auto"] * 2 == tokens["float16"] == tokens["bfloat16"]
+    assert tokens["fp8"] == tokens["fp8_e4m3"] == pytest.approx(tokens["float16"] * 128 / 68, rel=0.01)

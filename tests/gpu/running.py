@@ -66,9 +66,16 @@ def prompts(case: str) -> list[list[int]]:
 
 
 def cuda_model(
-    source: Source, dtype: DType, device: Device, length: int = 64, *, eager: bool = False, places: int = PLACES
+    source: Source,
+    dtype: DType,
+    device: Device,
+    length: int = 64,
+    *,
+    eager: bool = False,
+    places: int = PLACES,
+    kv_dtype: DType | None = None,
 ) -> CudaModel:
-    program = fuse(record(source, dtype=dtype, kv_dtype=dtype, max_length=length), FUSIONS)
+    program = fuse(record(source, dtype=dtype, kv_dtype=kv_dtype or dtype, max_length=length), FUSIONS)
     return CudaModel(
         program,
         weights_for(source, program),
@@ -81,8 +88,8 @@ def cuda_model(
     )
 
 
-def cpu_model(source: Source, dtype: DType, length: int = 64) -> CpuModel:
-    program = record(source, dtype=dtype, kv_dtype=dtype, max_length=length)
+def cpu_model(source: Source, dtype: DType, length: int = 64, kv_dtype: DType | None = None) -> CpuModel:
+    program = record(source, dtype=dtype, kv_dtype=kv_dtype or dtype, max_length=length)
     blocks = (PLACES * blocks_for(length, BLOCK),) * len(program.cache_groups)
     return CpuModel(program, weights_for(source, program), blocks=blocks, block_size=BLOCK)
 
@@ -105,9 +112,11 @@ def forward(model: CudaModel | CpuModel, *rows: Sequence) -> Float32:
     return logits
 
 
-def cpu_logits(source: Source, dtype: DType, prompt: list[int], output: list[int], length: int) -> Float32:
+def cpu_logits(
+    source: Source, dtype: DType, prompt: list[int], output: list[int], length: int, kv_dtype: DType | None = None
+) -> Float32:
     """(len(output), vocab): the logits from which each token of `output` was to be drawn, given those before it."""
-    model = cpu_model(source, dtype, length)
+    model = cpu_model(source, dtype, length, kv_dtype)
     row = sequence(model.program, prompt, length=length)
     found = []
     for token in output:

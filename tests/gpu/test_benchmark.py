@@ -13,6 +13,7 @@ from rvllm.backend.cuda.kernels import Device
 from rvllm.cli import check, measure
 from rvllm.cli.failure import Debug
 from rvllm.cli.main import commands
+from rvllm.config import EngineConfig
 from rvllm.errors import WrongOutput
 from tests.gpu.running import BOTH, ON_GPU, REFERENCE, Backend
 from tests.kernels.host_device import HostDevice
@@ -71,20 +72,21 @@ def test_the_memory_of_the_checked_layers_is_given_back(opened: Backend, monkeyp
     monkeypatch.setattr(opened.device, "allocate", allocated)
     monkeypatch.setattr(opened.device, "free", freed)
     if isinstance(opened.device, HostDevice):
-        opened.device.break_entry = "rope_kv_bf16"
-        with pytest.raises(WrongOutput, match=r"op 0\..*, kernel rope_kv, is .* 8 are allowed"):
-            run_check(opened.device)
+        for cache, entry in (("auto", "rope_kv_bf16"), ("fp8", "rope_kv_e4m3_bf16")):
+            opened.device.break_entry = entry
+            with pytest.raises(WrongOutput, match=r"op 0\..*, kernel rope_kv, is .* 8 are allowed"):
+                run_check(opened.device, cache)
     else:
         assert run_check(opened.device) <= 8
     assert not held
 
 
-def run_check(device: Device) -> float:
+def run_check(device: Device, cache: str = "auto") -> float:
     from rvllm.model.files import ModelFiles
     from rvllm.model.source import open_source
 
     source = open_source(ModelFiles(CASE.name, CASE), warn=lambda message: None)
-    return measure.check_ops(source, "auto", device, lambda label, done, total: None)
+    return measure.check_ops(source, EngineConfig(kv_cache_dtype=cache), device, lambda label, done, total: None)
 
 
 @pytest.mark.parametrize("backend", ON_GPU, indirect=True)

@@ -17,10 +17,11 @@ from rvllm.cli.check import check_model, verdict
 from rvllm.engine.load import gpu_dtype
 from rvllm.engine.scheduler import Chunk
 from rvllm.engine.step import build_step
-from rvllm.program.dtype import BF16, F16, F32, DType
+from rvllm.program.dtype import BF16, E4M3, F16, F32, DType
 from rvllm.sampling.sampler import SamplingRow, sample_rows
 from tests.fixtures.gguf_files import VOCAB, llama_gguf
 from tests.fixtures.models import EOS, Shape, TinyModel, chain_model, loop_model, random_model
+from tests.fixtures.weight_files import read_weights, write_weights
 from tests.gpu.running import (
     BLOCK,
     BOTH,
@@ -57,15 +58,27 @@ def test_every_reference_model_is_covered() -> None:
 def test_every_op_of_every_model_equals_its_definition_but_for_roundings(
     dtype: DType, backend: Backend, case: str
 ) -> None:
-    report = check_model(opened(REFERENCE / case), NAMES[dtype], backend.name, backend.device)
+    report = check_model(opened(REFERENCE / case), NAMES[dtype], "auto", backend.name, backend.device)
     assert report.wrong is None, verdict(report)
     assert {entry.kernel for entry in report.kernels} >= {"embedding", "norm", "rope_kv", "attention"}
 
 
-def assert_explained(llm: LLM, path: Path, dtype: DType, prompt: list[int], output: list[int]) -> None:
-    """Each token is the CPU backend's, given those before it, or is behind it by less than roundings move logits."""
+@pytest.mark.parametrize(("backend", "case"), on_devices(CASES, []), indirect=["backend"])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_over_codes_every_op_equals_its_definition_but_for_roundings(dtype: DType, backend: Backend, case: str) -> None:
+    report = check_model(opened(REFERENCE / case), NAMES[dtype], "fp8", backend.name, backend.device)
+    assert report.wrong is None, verdict(report)
+
+
+def assert_explained(
+    llm: LLM, path: Path, dtype: DType, prompt: list[int], output: list[int], kv_dtype: DType | None = None
+) -> None:
+    """Each token is the CPU backend's, given those before it, or is behind it by less than roundings move logits.
+
+    Over codes: by less than roundings do that are made before and after the codes, which both then have.
+    """
     source, length, known = opened(path), len(prompt) + len(output), llm._engine.limits.vocab_limit
-    rounded, exact = (cpu_logits(source, kind, prompt, output, length)[:, :known] for kind in (dtype, F32))
+    rounded, exact = (cpu_logits(source, kind, prompt, output, length, kv_dtype)[:, :known] for kind in (dtype, F32))
     allowed = MARGIN * float(np.abs(rounded - exact).max())
     behind = rounded.max(axis=1) - rounded[np.arange(len(output)), output]
     first = next((place for place, gap in enumerate(behind) if gap > 0), None)
@@ -80,10 +93,22 @@ def assert_explained(llm: LLM, path: Path, dtype: DType, prompt: list[int], outp
 def test_greedy_tokens_are_the_cpu_backends_but_where_roundings_decide(
     dtype: DType, backend: Backend, case: str
 ) -> None:
-    llm = backend.llm(REFERENCE / case, dtype=NAMES[dtype])
+    assert_greedy_explained(backend.llm(REFERENCE / case, dtype=NAMES[dtype]), case, dtype)
+
+
+@pytest.mark.parametrize(("backend", "case"), on_devices(CASES, HOST_CASES[:1]), indirect=["backend"])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_over_codes_greedy_tokens_are_the_cpu_backends_but_where_roundings_decide(
+    dtype: DType, backend: Backend, case: str
+) -> None:
+    llm = backend.llm(REFERENCE / case, dtype=NAMES[dtype], kv_cache_dtype="fp8")
+    assert_greedy_explained(llm, case, dtype, E4M3)
+
+
+def assert_greedy_explained(llm: LLM, case: str, dtype: DType, kv_dtype: DType | None = None) -> None:
     asked = [prompt for prompt in prompts(case) if len(prompt) < llm.max_model_len - 1]
     for prompt, result in zip(asked, llm.generate(asked, greedy())):
-        assert_explained(llm, REFERENCE / case, dtype, prompt, list(result.outputs[0].token_ids))
+        assert_explained(llm, REFERENCE / case, dtype, prompt, list(result.outputs[0].token_ids), kv_dtype)
 
 
 def drawn(llm: LLM, asked: list[list[int]], params: SamplingParams) -> list[object]:
@@ -140,6 +165,36 @@ def test_seeded_draws_are_those_of_the_definition_on_the_same_logits(backend: Ba
         for row, token in zip(rows, ours):
             row.token_ids.append(token)
             row.output_counts[token] += 1
+
+
+# --- A cache of codes
+
+
+@pytest.mark.parametrize(
+    ("device", "larger"),
+    [("cpu", 2**12), *(pytest.param("cuda", larger, marks=pytest.mark.gpu) for larger in (1, 2**12))],
+)
+def test_codes_keep_the_first_token_of_nine_prompts_in_ten(device: str, larger: int, tmp_path: Path) -> None:
+    """vllm#13133, #41343, #6761. With keys 2^12 times as large, far above 448, and queries as much smaller."""
+    folder = random_model(tmp_path, Shape(hidden=128, intermediate=192, head_dim=64)).folder
+    weights = read_weights(folder)
+    for name in weights:
+        weights[name] *= larger if "k_proj" in name else 1 / larger if "q_proj" in name else 1
+    write_weights(folder, weights)
+    rng = np.random.default_rng(128)
+    asked = [rng.integers(5, 90, size).tolist() for size in rng.integers(2, 40, 200)]
+    plain, codes = (
+        [
+            result.outputs[0].logprobs[0]
+            for result in LLM(
+                str(folder), device=device, kv_cache_dtype=cache, max_model_len=64, prefill_chunk=16
+            ).generate(asked, greedy(max_tokens=1, logprobs=20))
+        ]
+        for cache in ("auto", "fp8")
+    )
+    same = [max(one, key=one.get) == max(other, key=other.get) for one, other in zip(plain, codes)]
+    apart = [abs(one[i] - other[i]) for one, other in zip(plain, codes) for i in one.keys() & other.keys()]
+    assert np.mean(same) >= 0.9 and np.mean(apart) < 0.1  # NaN is neither
 
 
 # --- Through the Python API: how a completion ends
@@ -200,7 +255,7 @@ def test_a_gguf_file_gives_the_logits_of_its_own_expansion(dtype: DType, backend
         assert np.abs(exact).max() > 20 * np.abs(rounded - exact).max()
         for row in rows:
             row.token_ids.append(token)
-    assert check_model(source, NAMES[dtype], backend.name, backend.device).wrong is None
+    assert check_model(source, NAMES[dtype], "auto", backend.name, backend.device).wrong is None
 
 
 @pytest.mark.parametrize("backend", BOTH, indirect=True)

@@ -16,7 +16,7 @@ from rvllm.backend.cuda.weights import aligned, sizes
 from rvllm.engine.request import Sequence
 from rvllm.engine.scheduler import Chunk
 from rvllm.engine.step import build_step
-from rvllm.program.dtype import BF16, F16, DType, Float32
+from rvllm.program.dtype import BF16, E4M3, F16, DType, Float32, load
 from rvllm.program.program import Int32, Step
 from rvllm.sampling.params import SamplingParams
 from rvllm.sampling.sampler import SamplingRow
@@ -61,20 +61,22 @@ def results(model: CudaModel) -> list[Float32]:
     found = []
     for step in mixed_steps(model):
         found.append(model.forward(step))
-        found += [model.read(cache, step) for cache in model.program.caches.values()]
+        found += [load(model.read(cache, step)) for cache in model.program.caches.values()]
     return found
 
 
 @both
-@pytest.mark.parametrize(("case", "dtype"), [(PLAIN, BF16), (SLIDING, F16)])
+@pytest.mark.parametrize(
+    ("case", "dtype", "kv_dtype"), [(PLAIN, BF16, BF16), (SLIDING, F16, F16), (SLIDING, BF16, E4M3)]
+)
 def test_padded_graphs_give_the_bits_of_single_launches_at_exact_sizes(
-    case: str, dtype: DType, backend: Backend, monkeypatch: pytest.MonkeyPatch
+    case: str, dtype: DType, kv_dtype: DType, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = opened(REFERENCE / case)
-    padded = results(cuda_model(source, dtype, backend.device, LENGTH))
+    padded = results(cuda_model(source, dtype, backend.device, LENGTH, kv_dtype=kv_dtype))
     monkeypatch.setattr(module, "padded_tokens", lambda count, most: count)
     monkeypatch.setattr(module, "padded_sequences", lambda count, most: count)
-    exact = results(cuda_model(source, dtype, backend.device, LENGTH, eager=True))
+    exact = results(cuda_model(source, dtype, backend.device, LENGTH, eager=True, kv_dtype=kv_dtype))
     for place, (one, other) in enumerate(zip(padded, exact, strict=True)):
         assert np.array_equal(one, other), place
         assert np.isfinite(one).all()
@@ -226,9 +228,10 @@ def test_a_step_can_only_follow_one_that_drew_for_all() -> None:
         model.start(None, [SamplingRow(GREEDY, 0, 21)], follows=True)
 
 
-def test_the_memory_that_is_reported_is_what_is_allocated() -> None:
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3], ids=str)
+def test_the_memory_that_is_reported_is_what_is_allocated(kv_dtype: DType) -> None:
     host = HostDevice("t80")
-    model = cuda_model(opened(REFERENCE / SLIDING), BF16, host, LENGTH)
+    model = cuda_model(opened(REFERENCE / SLIDING), BF16, host, LENGTH, kv_dtype=kv_dtype)
     blocks = {f"blocks.{group}": count for group, count in enumerate(model._blocks)} | {"block": BLOCK}
     caches = sum(tensor.dtype.nbytes(int(np.prod(tensor.sizes(blocks)))) for tensor in model.program.caches.values())
     weights = sum(map(aligned, sizes(model.program, BF16).values()))

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rvllm.program.dtype import BF16, Float32
-from tests.kernels.elements import Bits, Element, poison
+from rvllm.backend.definitions import encode
+from rvllm.program.dtype import BF16, Float32, load
+from tests.kernels.device import Array
+from tests.kernels.elements import Element, poison
 
 Float64 = npt.NDArray[np.float64]
 Int32 = npt.NDArray[np.int32]
@@ -39,14 +41,24 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """Sequences in a cache. keys, values: of each sequence (kv_heads, length, head_dim)."""
+    """Sequences in a cache. keys, values: of each sequence (kv_heads, length, head_dim). scales: of a cache of codes."""
 
     shape: Shape
     lengths: Int32
-    cache: Bits
+    cache: Array
     tables: Int32
-    keys: list[Float32]
-    values: list[Float32]
+    keys: list[Float64]
+    values: list[Float64]
+    scales: Float32 | None = None
+
+    @property
+    def cached(self) -> list[Array]:
+        """The cache as kernels are given it."""
+        return [self.cache] if self.scales is None else [self.cache, self.scales]
+
+    def over(self, stem: str) -> str:
+        """The stem of the kernel for this kind of cache."""
+        return stem if self.scales is None else f"{stem}_e4m3"
 
     @property
     def arguments(self) -> list[int]:
@@ -83,32 +95,49 @@ def paged(
     shape: Shape,
     lengths: Sequence[int],
     first_read: Sequence[int] | None = None,
+    *,
+    codes: bool = False,
 ) -> Paged:
-    """Sequences of those lengths in shuffled blocks. Positions before `first_read` are NaN, and their blocks are none."""
+    """Sequences of those lengths in shuffled blocks. Positions before `first_read` are NaN, and their blocks are none.
+
+    codes: the cache holds E4M3 codes; rows are of very different sizes, so that a wrong scale shows.
+    """
     counts = [-(-length // shape.block) for length in lengths]
     blocks = rng.permutation(sum(counts) + 2)
-    cache = poison(2, len(blocks), shape.kv_heads, shape.block, shape.head_dim)
+    cache: Array = poison(2, len(blocks), shape.kv_heads, shape.block, shape.head_dim)
+    scales = None
+    if codes:
+        cache = np.full(cache.shape, 0x7F, dtype=np.uint8)
+        scales = np.full(cache.shape[:-1], np.nan, dtype=np.float32)
     tables = np.full((len(lengths), max(counts) + 1), NO_BLOCK, dtype=np.int32)
     keys, values, used = [], [], 0
     for sequence, length in enumerate(lengths):
-        bits = element.normal(rng, 2, shape.kv_heads, length, shape.head_dim)
+        bits: Array = element.normal(rng, 2, shape.kv_heads, length, shape.head_dim)
+        rows = element.decode(bits).astype(np.float64)
         first = first_read[sequence] if first_read else 0
         tables[sequence, : counts[sequence]] = blocks[used : used + counts[sequence]]
         used += counts[sequence]
         places = np.arange(first, length)
-        cache[:, tables[sequence, places // shape.block], :, places % shape.block] = bits[:, :, first:].transpose(
-            2, 0, 1, 3
-        )
+        where = (slice(None), tables[sequence, places // shape.block], slice(None), places % shape.block)
+        if scales is not None:
+            bits, units = encode((rows * 2.0 ** rng.integers(-6, 2, (2, *rows.shape[1:3], 1))).astype(np.float32))
+            rows = load(bits) * units[..., None].astype(np.float64)
+            scales[where] = units[:, :, first:].transpose(2, 0, 1)
+        cache[where] = bits[:, :, first:].transpose(2, 0, 1, 3)
         tables[sequence, : first // shape.block] = NO_BLOCK
-        keys.append(element.decode(bits[0]))
-        values.append(element.decode(bits[1]))
-    return Paged(shape, np.array(lengths, dtype=np.int32), cache, tables, keys, values)
+        keys.append(rows[0])
+        values.append(rows[1])
+    return Paged(shape, np.array(lengths, dtype=np.int32), cache, tables, keys, values, scales)
 
 
-def bound(element: Element, truth: Float64, mass: Float64) -> Float64:
-    """How far a result may be off: its own rounding, that of every weight, and float sums. mass: as `attend` gives it."""
+def bound(element: Element, truth: Float64, mass: Float64, *, codes: bool = False) -> Float64:
+    """How far a result may be off: its own rounding, that of every weight, and float sums. mass: as `attend` gives it.
+
+    Over codes weights are rounded to bf16.
+    """
     half_place = 2.0**-8 if element.dtype is BF16 else 2.0**-11
-    return half_place * np.abs(truth) + (half_place + 2.0**-15) * mass + 2.0**-25  # the last: subnormal halves
+    weights = 2.0**-8 if codes else half_place
+    return half_place * np.abs(truth) + (weights + 2.0**-15) * mass + 2.0**-25  # the last: subnormal halves
 
 
 def splits_of(length: int, window: int = 0) -> int:

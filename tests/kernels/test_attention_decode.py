@@ -5,6 +5,8 @@ The bound is rigorous but for the sums: every weight is rounded to X once (or ne
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -34,9 +36,9 @@ SHAPES = [
 ]
 
 
-def entry(element: Element, shape: Shape) -> str:
+def entry(stem: str, element: Element, shape: Shape) -> str:
     width = next(width for width in WIDTHS if shape.head_dim <= width)
-    return f"attention_decode_{'any' if shape.head_dim % 8 else f'd{width}'}_{element.name}"
+    return f"{stem}_{'any' if shape.head_dim % 8 else f'd{width}'}_{element.name}"
 
 
 def scratch(shape: Shape, sequences: int) -> tuple[np.ndarray, np.ndarray]:
@@ -64,12 +66,13 @@ def run(
     shape, sequences = held.shape, len(held.lengths)
     workspace, counters = lent or scratch(shape, sequences)
     out = poison(sequences, shape.heads * shape.head_dim)
+    stem = held.over(STEM)
     items = decode_items(held.lengths.tolist(), window, most)
     blocks = max(1, len(items) + spare)
     work = work_list([items[place] for place in RNG.permutation(len(items))], blocks)
-    args: list[Argument] = [q, held.cache, held.tables, work, out, workspace, counters]
+    args: list[Argument] = [q, *held.cached, held.tables, work, out, workspace, counters]
     args += [*held.arguments, shape.scale, window]
-    device.run(STEM, entry(element, shape), (blocks, packs(shape)), 128, args, tier=tier)
+    device.run(stem, entry(stem, element, shape), (blocks, packs(shape)), 128, args, tier=tier)
     assert not counters.any()
     return out
 
@@ -84,7 +87,9 @@ def check(element: Element, q: Bits, held: Paged, window: int, out: Bits) -> Non
         row = element.decode(q[sequence]).reshape(1, shape.heads, shape.head_dim)
         truth, mass = held.attend(sequence, row, np.array([length - 1]), window)
         found = element.decode(out[sequence]).reshape(truth.shape)
-        assert np.all(np.abs(found - truth) <= bound(element, truth, mass)), f"sequence of {length}"
+        assert np.all(np.abs(found - truth) <= bound(element, truth, mass, codes=held.scales is not None)), (
+            f"sequence of {length}"
+        )
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -161,4 +166,43 @@ def test_a_key_that_is_no_number_is_not_hidden(device: Device, element: Element,
     held = paged(RNG, element, shape, [140])
     held.cache[0, held.tables[0, spoilt // 16], :, spoilt % 16] = 0xFFFF
     out = run(device, element, queries(element, shape, 1), held, tier=tier)
+    assert np.all(np.isnan(element.decode(out)))
+
+
+# ---- Over codes. What is not read is poison: codes that are NaN, and scales.
+
+
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3], SHAPES[4], SHAPES[5], SHAPES[10]], ids=str)
+def test_codes_stand_for_values_with_their_scales(device: Device, element: Element, tier: str, shape: Shape) -> None:
+    held = paged(RNG, element, shape, [1, shape.block - 1, shape.block + 1, 141], codes=True)
+    q = queries(element, shape, 4)
+    check(element, q, held, 0, run(device, element, q, held, tier=tier))
+
+
+@pytest.mark.parametrize("window", [5, 130])
+def test_a_window_hides_codes_and_scales(device: Device, element: Element, tier: str, window: int) -> None:
+    shape, lengths = Shape(3, 1, 16), [1, 15, 17, 133, 270]
+    held = paged(RNG, element, shape, lengths, [max(0, length - window) for length in lengths], codes=True)
+    q = queries(element, shape, len(lengths))
+    check(element, q, held, window, run(device, element, q, held, window, tier=tier))
+
+
+def test_over_codes_the_list_and_the_batch_change_no_bits(device: Device, element: Element, tier: str) -> None:
+    shape = Shape(12, 1, 64)
+    held = paged(RNG, element, shape, [300, 5, 129], codes=True)
+    q = queries(element, shape, 3)
+    first = run(device, element, q, held, tier=tier)
+    check(element, q, held, 0, first)
+    for most in (2, 3):
+        assert np.array_equal(run(device, element, q, held, tier=tier, most=most), first), most
+    one = replace(held, lengths=held.lengths[:1], tables=held.tables[:1])
+    assert np.array_equal(run(device, element, q[:1], one, tier=tier)[0], first[0])
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_scale_that_is_no_number_is_not_hidden(device: Device, element: Element, tier: str, part: int) -> None:
+    held = paged(RNG, element, Shape(2, 1, 16), [140], codes=True)
+    assert held.scales is not None
+    held.scales[part, held.tables[0, 1], :, 3] = np.nan
+    out = run(device, element, queries(element, held.shape, 1), held, tier=tier)
     assert np.all(np.isnan(element.decode(out)))

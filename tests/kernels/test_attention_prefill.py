@@ -6,6 +6,7 @@ The bound is rigorous but for the sums: every weight is rounded to X once (or ne
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -32,12 +33,12 @@ SHAPES = [
 ]
 
 
-def launch_of(element: Element, shape: Shape, tier: str) -> tuple[str, int]:
+def launch_of(stem: str, element: Element, shape: Shape, tier: str) -> tuple[str, int]:
     """The entry and its dynamic shared memory, bytes."""
     width = next(width for width in WIDTHS if shape.head_dim <= width)
     if shape.head_dim % 8:
-        return f"attention_prefill_any_{element.name}", 0
-    return f"attention_prefill_d{width}_{element.name}", 0 if tier == "t70" else 384 * (width + 8)
+        return f"{stem}_any_{element.name}", 0
+    return f"{stem}_d{width}_{element.name}", 0 if tier == "t70" else 384 * (width + 8)
 
 
 def run(
@@ -56,9 +57,10 @@ def run(
     out = poison(len(q), shape.heads * shape.head_dim)
     items = prefill_items(held.lengths.tolist(), counts, skip)
     work = work_list([items[place] for place in RNG.permutation(len(items))], grid)
-    args: list[Argument] = [q, held.cache, held.tables, work, out, *held.arguments, shape.scale, window]
-    name, shared_bytes = launch_of(element, shape, tier)
-    device.run(STEM, name, (shape.heads, grid), 128, args, shared_bytes, tier=tier)
+    args: list[Argument] = [q, *held.cached, held.tables, work, out, *held.arguments, shape.scale, window]
+    stem = held.over(STEM)
+    name, shared_bytes = launch_of(stem, element, shape, tier)
+    device.run(stem, name, (shape.heads, grid), 128, args, shared_bytes, tier=tier)
     return out
 
 
@@ -76,7 +78,9 @@ def check(element: Element, q: Bits, held: Paged, counts: Sequence[int], window:
         queries = element.decode(q[rows]).reshape(count, shape.heads, shape.head_dim)
         truth, mass = held.attend(sequence, queries, np.arange(length - count, length), window)
         found = element.decode(out[rows]).reshape(truth.shape)
-        assert np.all(np.abs(found - truth) <= bound(element, truth, mass)), f"sequence {sequence}"
+        assert np.all(np.abs(found - truth) <= bound(element, truth, mass, codes=held.scales is not None)), (
+            f"sequence {sequence}"
+        )
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -152,3 +156,43 @@ def test_a_key_that_is_no_number_is_not_hidden_from_those_after_it(device: Devic
     found = np.isnan(element.decode(out))
     assert not found[:spoilt].any()
     assert found[spoilt:].all()
+
+
+# ---- Over codes. What is not read is poison: codes that are NaN, and scales.
+
+
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3], SHAPES[4], SHAPES[5], SHAPES[8]], ids=str)
+def test_codes_stand_for_values_with_their_scales(device: Device, element: Element, tier: str, shape: Shape) -> None:
+    lengths, counts = [1, 17, 70, 66], [1, 17, 5, 3]
+    held = paged(RNG, element, shape, lengths, codes=True)
+    q = queries(element, shape, sum(counts))
+    check(element, q, held, counts, 0, run(device, element, tier, q, held, counts))
+
+
+@pytest.mark.parametrize("window", [5, 80])
+def test_a_window_hides_codes_and_scales(device: Device, element: Element, tier: str, window: int) -> None:
+    shape, lengths, counts = Shape(2, 1, 16), [70, 170, 200], [70, 70, 3]
+    first = [max(0, length - count + 1 - window) for length, count in zip(lengths, counts)]
+    held = paged(RNG, element, shape, lengths, first, codes=True)
+    q = queries(element, shape, sum(counts))
+    check(element, q, held, counts, window, run(device, element, tier, q, held, counts, window))
+
+
+def test_over_codes_chunks_of_a_prompt_have_the_bits_of_the_whole(device: Device, element: Element, tier: str) -> None:
+    length = 100
+    held = paged(RNG, element, Shape(1, 1, 64, block=32), [length], codes=True)
+    q = queries(element, held.shape, length)
+    whole = run(device, element, tier, q, held, [length], 40)
+    check(element, q, held, [length], 40, whole)
+    for begin, end in ((0, 1), (1, 70), (70, 100)):
+        part = replace(held, lengths=np.array([end], dtype=np.int32))
+        assert np.array_equal(run(device, element, tier, q[begin:end], part, [end - begin], 40), whole[begin:end])
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_scale_that_is_no_number_is_not_hidden(device: Device, element: Element, tier: str, part: int) -> None:
+    held = paged(RNG, element, Shape(1, 1, 16), [80], codes=True)
+    assert held.scales is not None
+    held.scales[part, held.tables[0, 1], :, 4] = np.nan
+    found = np.isnan(element.decode(run(device, element, tier, queries(element, held.shape, 80), held, [80])))
+    assert found[20:].all() and (part == 1 or not found[:20].any())

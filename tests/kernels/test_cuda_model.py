@@ -27,8 +27,9 @@ from rvllm.engine.scheduler import Chunk
 from rvllm.engine.step import build_step
 from rvllm.model.files import ModelFiles
 from rvllm.model.source import Source, open_source, record, weights_for
-from rvllm.program.dtype import BF16, F16, F32, DType
+from rvllm.program.dtype import BF16, E4M3, F16, F32, DType, Stored
 from rvllm.program.fuse import fuse
+from rvllm.program.ops import Tensor
 from rvllm.program.program import Program, Step
 from rvllm.sampling.params import SamplingParams
 from rvllm.sampling.sampler import SamplingRow, sample_rows
@@ -57,8 +58,8 @@ def blocks(program: Program) -> tuple[int, ...]:
     return (PLACES * blocks_for(LONGEST, BLOCK),) * len(program.cache_groups)
 
 
-def cuda_model(source: Source, dtype: DType, tier: str) -> CudaModel:
-    program = fuse(record(source, dtype=dtype, kv_dtype=dtype, max_length=LONGEST), FUSIONS)
+def cuda_model(source: Source, dtype: DType, tier: str, kv_dtype: DType | None = None) -> CudaModel:
+    program = fuse(record(source, dtype=dtype, kv_dtype=kv_dtype or dtype, max_length=LONGEST), FUSIONS)
     checkpoint = weights_for(source, program)
     vocab = program.output.sizes({"rows": 1})[1]
     device = HostDevice(tier)
@@ -67,8 +68,8 @@ def cuda_model(source: Source, dtype: DType, tier: str) -> CudaModel:
     )
 
 
-def cpu_model(source: Source, dtype: DType) -> CpuModel:
-    program = record(source, dtype=dtype, kv_dtype=dtype, max_length=LONGEST)
+def cpu_model(source: Source, dtype: DType, kv_dtype: DType | None = None) -> CpuModel:
+    program = record(source, dtype=dtype, kv_dtype=kv_dtype or dtype, max_length=LONGEST)
     return CpuModel(program, weights_for(source, program), blocks=blocks(program), block_size=BLOCK)
 
 
@@ -116,12 +117,48 @@ def test_every_op_equals_its_definition_but_for_roundings(case: str, dtype: DTyp
         assert not wrong, wrong
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-def test_logits_are_as_far_from_float32_as_roundings_take_them(dtype: DType) -> None:
+@pytest.mark.parametrize(("dtype", "gpu_tier"), [(BF16, "t80"), (F16, "t70"), (F16, "t80")], ids=str)
+@pytest.mark.parametrize("case", [CASES[2], CASES[4]])  # heads of no multiple of 8; two groups of layers
+def test_over_codes_every_op_equals_its_definition_but_for_roundings(case: str, dtype: DType, gpu_tier: str) -> None:
+    source = opened(case)
+    ours = cuda_model(source, dtype, gpu_tier, E4M3)
+    checker = Checker(ours, weights_for(source, ours.program))
+    for step in steps(ours.program):
+        wrong = [difference for difference in checker.check(step) if difference.wrong]
+        assert not wrong, wrong
+    device = ours._device
+    assert isinstance(device, HostDevice)
+    for stem in ("rope_kv_e4m3", "attention_decode_e4m3", "attention_prefill_e4m3"):
+        assert any(entry.startswith(stem) for entry in device.launched)
+
+
+@pytest.mark.parametrize("name", ["cache.0", "cache.0.scales"])
+def test_a_code_or_a_scale_that_is_off_by_a_bit_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = opened(CASES[1])
+    ours = cuda_model(source, BF16, "t80", E4M3)
+    read, device = ours.read, ours._device
+    assert isinstance(device, HostDevice)
+
+    def off(tensor: Tensor, step: Step) -> Stored:
+        elements = read(tensor, step)
+        if tensor.name == name and device.launched[-1].startswith("rope_kv"):
+            raw = elements.view(np.uint8)
+            raw.flat[np.flatnonzero(raw)[0]] ^= 1
+        return elements
+
+    monkeypatch.setattr(ours, "read", off)
+    step = step_of([sequence(ours.program, [5], 0)], [1])
+    wrong = [d for d in Checker(ours, weights_for(source, ours.program)).check(step) if d.wrong]
+    assert [d.kernel for d in wrong] == ["rope_kv"]
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [(BF16, None), (F16, None), (BF16, E4M3)], ids=str)
+def test_logits_are_as_far_from_float32_as_roundings_take_them(dtype: DType, kv_dtype: DType | None) -> None:
     ours, oracle = 0.0, 0.0
     for case in CASES:
         source = opened(case)
-        model, rounded, exact = cuda_model(source, dtype, "t80"), cpu_model(source, dtype), cpu_model(source, F32)
+        model, rounded = cuda_model(source, dtype, "t80", kv_dtype), cpu_model(source, dtype, kv_dtype)
+        exact = cpu_model(source, F32)
         for step in steps(model.program):
             true = exact.forward(step)
             ours += float(np.square(model.forward(step) - true).mean())

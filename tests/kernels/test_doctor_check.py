@@ -50,6 +50,23 @@ def test_a_model_whose_ops_agree_gives_a_line_a_kernel_and_exit_code_0(device: H
     assert any(entry.startswith("attention_decode") for entry in device.launched)
 
 
+def test_a_cache_of_codes_is_checked_as_well(device: HostDevice) -> None:
+    done = doctor(CASE, "--kv-cache-dtype", "fp8")
+    assert done.exit_code == 0, done.output
+    lines = done.output.splitlines()
+    assert lines[0] == "the host, t80 kernels, bf16 with a cache of e4m3; up to 8 roundings are allowed"
+    assert {"rope_kv", "attention"} <= {line.split()[0] for line in lines[1:-1]}
+    assert {entry for entry in device.launched if "rope_kv" in entry or "attention" in entry} == {
+        "rope_kv_e4m3_bf16",
+        "attention_decode_e4m3_d64_bf16",
+        "attention_prefill_e4m3_d64_bf16",
+    }
+    device.break_entry = "attention_decode_e4m3_d64_bf16"
+    done = doctor(CASE, "--kv-cache-dtype", "fp8", "--json")
+    facts = json.loads(done.stdout)
+    assert done.exit_code == 1 and facts["wrong"]["kernel"] == "attention" and facts["kv_cache_dtype"] == "e4m3"
+
+
 def test_a_wrong_kernel_is_named_with_its_first_op_and_gives_exit_code_1(device: HostDevice) -> None:
     for broken, kernel in (("linear_act_mul_bf16_m8", "linear_act_mul"), ("gemm_add_bf16_tile64", "gemm_add")):
         device.break_entry = broken
@@ -143,7 +160,7 @@ def test_nan_is_the_worst_of_a_kernel_and_wrong() -> None:
     found = [Difference("0.a", "norm", math.nan), Difference("0.b", "norm", 1.0), Difference("0.c", "add", 0.5)]
     reports = check.by_kernel(found)
     assert [entry.kernel for entry in reports] == ["norm", "add"] and math.isnan(reports[0].roundings)
-    report = check.CheckReport("gpu", "t80", "bf16", reports, found[0])
+    report = check.CheckReport("gpu", "t80", "bf16", "bf16", reports, found[0])
     facts = json.dumps(check.check_facts(report), allow_nan=False)
     assert json.loads(facts)["kernels"][0]["roundings"] is None
 
@@ -159,5 +176,5 @@ def test_weights_are_read_when_their_op_is_reached(device: HostDevice, monkeypat
     monkeypatch.setattr(check.Checker, "_compare", watch)
     source = open_source(ModelFiles("case", CASE), warn=print)
     assert source.tied
-    assert check.check_model(source, "auto", "the host", device).wrong is None
+    assert check.check_model(source, "auto", "auto", "the host", device).wrong is None
     assert max(held) == 1  # the tied embedding, which is the head, too

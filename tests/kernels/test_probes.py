@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from rvllm.program.dtype import f32_to_bf16
+from rvllm.program.dtype import bf16_to_f32, f32_to_bf16, load
 from tests.kernels import shim
 from tests.kernels.device import Argument, Device, ShimMemory
 from tests.kernels.elements import ELEMENTS, Element, poison, ulps
@@ -184,6 +184,25 @@ def test_asynchronous_copies_arrive_and_pad_with_zeros(device: Device, valid: in
     kept = values.view(np.uint8).reshape(-1, 16).copy()
     kept[:, valid:] = 0
     assert np.array_equal(out.view(np.uint8).reshape(-1, 16), kept)
+
+
+@pytest.mark.parametrize(("of_8", "of_4"), [(8, 4), (0, 0), (4, 4), (8, 0)])
+def test_small_copies_arrive_and_pad_with_zeros(device: Device, of_8: int, of_4: int) -> None:
+    values, out = RNG.integers(1, 1 << 32, 96, dtype=np.uint32), np.zeros(96, dtype=np.uint32)
+    run(device, "probe_few_copies", 1, 32, values, out, of_8, of_4, shared_bytes=384, stem="probe_async")
+    expected = values.copy()
+    expected[:64].view(np.uint8).reshape(-1, 8)[:, of_8:] = 0
+    expected[64:].view(np.uint8).reshape(-1, 4)[:, of_4:] = 0
+    assert np.array_equal(out, expected)
+
+
+def test_every_code_expands_to_an_element_that_is_an_exact_part_of_it(device: Device) -> None:
+    halves, bfloats = np.zeros(128, dtype=np.uint32), np.zeros(128, dtype=np.uint32)
+    run(device, "probe_expanded", 4, 32, halves, bfloats, stem="probe_async")
+    expected = load(np.arange(256, dtype=np.uint8)) / 256
+    expected[[0x7F, 0xFF]] = 1.875, -1.875  # not NaN: that is their scales' part
+    assert np.array_equal(halves.view(np.float16).astype(np.float32), expected)
+    assert np.array_equal(bf16_to_f32(bfloats.view(np.uint16)), expected)
 
 
 # ---- Faults, on the host alone

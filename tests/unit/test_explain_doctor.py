@@ -24,7 +24,9 @@ from rvllm.cli.main import commands
 from rvllm.cli.model import OpenedModel, open_model
 from rvllm.cli.options import in_gib
 from rvllm.config import CPU_CACHE_BYTES
-from rvllm.errors import DeviceError
+from rvllm.errors import DeviceError, StartError
+from rvllm.model.source import cache_dtype
+from rvllm.program.dtype import BF16, E4M3, F16, F32
 from rvllm.version import VERSION
 from tests.fixtures.models import Shape, chain_model, edit_json, random_model
 
@@ -67,6 +69,7 @@ def opened(folder: Path, *, dtype: str = "auto", load_format: str = "dummy") -> 
     return open_model(
         str(folder),
         dtype=dtype,
+        kv_cache_dtype="auto",
         load_format=load_format,
         max_model_len=None,
         offline=True,
@@ -94,6 +97,42 @@ def test_explain_agrees_with_the_design_for_a_7b_model(qwen: Path) -> None:
     assert len(result["ops"]) == 2 + 28 * 5 + 2
     assert result["limit_s"] == pytest.approx(sum(op["limit_s"] for op in result["ops"]))
     assert result["bytes"] == sum(op["bytes"] for op in result["ops"])
+
+
+def test_a_cache_of_codes_holds_twice_the_tokens_but_for_its_scales(qwen: Path) -> None:
+    arguments = ("doctor", qwen, "--load-format", "dummy", "--gpu", "h200", "--json")
+    plain, codes = (json.loads(invoke(*arguments, *more).output)["model"] for more in ((), ("--kv-cache-dtype", "fp8")))
+    assert (plain["kv_token_bytes"], codes["kv_token_bytes"]) == (2 * 4 * 256 * 28, 2 * 4 * 132 * 28)
+    assert plain["weight_bytes"] == codes["weight_bytes"] and plain["cache_bytes"] == codes["cache_bytes"]
+    full = str(QWEN_7B["max_position_embeddings"])
+    assert codes["concurrency"][full] / plain["concurrency"][full] == pytest.approx(256 / 132, rel=0.02)
+    explained = json.loads(invoke("explain", qwen, "--load-format", "dummy", "--kv-cache-dtype=fp8", "--json").output)
+    assert explained["kv_token_bytes"] == codes["kv_token_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("fp8_e5m2", "fp8_e5m2 is not done: it has a digit less than fp8_e4m3"), ("fp9", "'fp9' is not one of 'auto'")],
+)
+@pytest.mark.parametrize("command", ["generate", "chat", "explain", "doctor"])
+def test_other_formats_of_the_cache_are_wrong_usage(
+    command: str, name: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([command, "--kv-cache-dtype", name, "x"], Interrupts()) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_16_bit_cache_has_the_activations_format(qwen: Path) -> None:
+    arguments = ("explain", qwen, "--load-format", "dummy", "--json", "--kv-cache-dtype")
+    same = json.loads(invoke(*arguments, "bfloat16").output)
+    assert same["kv_token_bytes"] == json.loads(invoke(*arguments, "auto").output)["kv_token_bytes"]
+    with pytest.raises(StartError, match="float16 does not go with activations in bf16"):
+        cache_dtype("float16", BF16)
+    for asked, found in (("float16", F16), ("bfloat16", BF16), ("fp8", E4M3), ("fp8_e4m3", E4M3), ("auto", F32)):
+        assert cache_dtype(asked, F32) is found  # the CPU has them all
+    for asked in ("fp8_e5m2", "fp9"):
+        with pytest.raises(StartError, match="use one of auto, fp8, fp8_e4m3, bfloat16, float16"):
+            cache_dtype(asked, BF16)
 
 
 def test_explain_folds_layers_that_repeat(qwen: Path) -> None:

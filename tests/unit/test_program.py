@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from rvllm.model.config import ModelConfig, model_config
 from rvllm.model.llama import record_llama
-from rvllm.program.cost import DEVICES, Load, cost
-from rvllm.program.dtype import BF16, F32, Q8_0
+from rvllm.program.cost import DEVICES, Load, cost, tensor_bytes
+from rvllm.program.dtype import BF16, E4M3, F32, Q8_0, DType
 from rvllm.program.fuse import ALL_KERNELS, fuse, hidden
 from rvllm.program.ops import Fused, Kind, Tensor, kernel_stem, parts, reads
 from rvllm.program.plan import ALIGNMENT_BYTES, Lifetime, lifetimes, plan
@@ -35,8 +35,8 @@ QWEN_1_5B = {
 }
 
 
-def recorded(config: ModelConfig) -> Program:
-    recorder = Recorder(BF16, BF16, {}, weight_dtype=config.dtype)
+def recorded(config: ModelConfig, kv_dtype: DType = BF16) -> Program:
+    recorder = Recorder(BF16, kv_dtype, {}, weight_dtype=config.dtype)
     return record_llama(recorder, config, tied=config.tied, max_length=4096)
 
 
@@ -173,6 +173,33 @@ def test_a_window_bounds_what_attention_reads() -> None:
     nbytes = next(c.nbytes for c in window if c.kernel.startswith("attention"))
     cached = 4 * 100 * 2 * 2 * 128 * 2  # sequences, window, k and v, kv heads, head_dim, bytes
     assert cached < nbytes < cached * 1.1
+
+
+def test_a_cache_of_codes_has_a_scale_a_row_and_counts_both() -> None:
+    config = model_config(QWEN_1_5B)
+    plain, codes = recorded(config), recorded(config, E4M3)
+    assert [str(tensor) for tensor in list(codes.caches.values())[:2]] == [
+        "cache.0[2,blocks.0,2,block,128]:e4m3",
+        "cache.0.scales[2,blocks.0,2,block]:f32",
+    ]
+    assert len(codes.caches) == 2 * len(plain.caches) == 2 * 28
+    (group,) = codes.cache_groups
+    assert group.token_bytes() == 28 * 2 * 2 * (128 + 4) == plain.cache_groups[0].token_bytes() * 132 // 256
+    known = {"blocks.0": 3, "block": 16}
+    assert sum(tensor_bytes(tensor, known) for tensor in codes.caches.values()) == 3 * 16 * group.token_bytes()
+
+
+@pytest.mark.parametrize("kernels", [frozenset(), ALL_KERNELS], ids=["plain", "fused"])
+def test_codes_move_half_the_bytes_of_the_cache(kernels: frozenset[str]) -> None:
+    config = model_config(QWEN_1_5B)
+    load = Load(tokens=8, sequences=8, context=2000)
+    plain, codes = (
+        Counter({c.kernel: c.nbytes for c in cost(fuse(recorded(config, kv_dtype), kernels), load)})
+        for kv_dtype in (BF16, E4M3)
+    )
+    saved = plain - codes
+    writes = next(kernel for kernel in saved if "rope_kv" in kernel)
+    assert saved == {"attention_bf16": 8 * 2000 * 2 * 2 * (256 - 132), writes: 8 * 2 * 2 * (256 - 132)}
 
 
 def test_weights_count_in_the_format_the_file_stores_them_in() -> None:

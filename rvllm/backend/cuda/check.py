@@ -18,8 +18,8 @@ from rvllm.backend.cpu import define_op
 from rvllm.backend.cuda.lower import LINEAR_TOKENS
 from rvllm.backend.cuda.model import CudaModel
 from rvllm.model.checkpoint import Checkpoint
-from rvllm.program.dtype import BF16, F16, F32, DType, Float32, round_to
-from rvllm.program.ops import Embedding, Kind, Linear, Norm, Op, RopeKV, Tensor, kernel_stem, parts, reads
+from rvllm.program.dtype import BF16, E4M3, F16, F32, DType, Float32, load, round_to
+from rvllm.program.ops import Attention, Embedding, Kind, Linear, Norm, Op, RopeKV, Tensor, kernel_stem, parts, reads
 from rvllm.program.program import Step, joined_name
 
 ROUNDINGS = {F32: 2.0**-24, F16: 2.0**-11, BF16: 2.0**-8}
@@ -83,12 +83,22 @@ class Checker:
         for part in parts(op):
             values[part.out.name] = define_op(part, values, weights, step)
         out = parts(op)[-1].out
-        worst = _roundings(self._model.read(out, step), values[out.name], out.dtype)
+        worst = _roundings(self._model.read(out, step), values[out.name], _coarsest(op))
         for part in parts(op):
             if isinstance(part, RopeKV):  # it writes to the cache, too
-                written = self._model.read(part.cache, step)
-                worst = max(worst, _roundings(written, values[part.cache.name], part.cache.dtype))
+                worst = max(worst, self._written(part, values, step))
         return Difference(out.name, _kernel(op, step), worst)
+
+    def _written(self, op: RopeKV, values: dict[str, Any], step: Step) -> float:
+        """How far the cache is from what it should hold. Codes and their scales have one right value each."""
+        if op.scales is None:
+            written = load(self._model.read(op.cache, step))
+            return _roundings(written, load(values[op.cache.name]), op.cache.dtype)
+        same = all(
+            np.array_equal(self._model.read(tensor, step), values[tensor.name], equal_nan=tensor is op.scales)
+            for tensor in (op.cache, op.scales)
+        )
+        return 0.0 if same else math.inf
 
     def _weight(self, segments: tuple[Tensor, ...]) -> Float32:
         """The segments' rows as one matrix, rounded as the device's are."""
@@ -112,6 +122,12 @@ def _kernel(op: Op, step: Step) -> str:
     stem = kernel_stem(op)
     few = step.sizes[str(op.out.shape[0])] <= LINEAR_TOKENS
     return stem if few or not stem.startswith("linear") else stem.replace("linear", "gemm", 1)
+
+
+def _coarsest(op: Op) -> DType:
+    """The format with the fewest digits that the op rounds to: its output's, but see `definitions.attention`."""
+    over_codes = any(isinstance(part, Attention) and part.cache.dtype is E4M3 for part in parts(op))
+    return BF16 if over_codes else parts(op)[-1].out.dtype
 
 
 def _weights_of(op: Op) -> Iterator[tuple[Tensor, ...]]:

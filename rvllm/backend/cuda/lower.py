@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import singledispatch
 
-from rvllm.program.dtype import BF16, F32, DType
+from rvllm.program.dtype import BF16, E4M3, F32, DType
 from rvllm.program.ops import (
     ActMul,
     Add,
@@ -157,10 +157,10 @@ def _(op: Add, target: Target) -> list[Launch]:
 
 @_plain.register
 def _(op: RopeKV, target: Target) -> list[Launch]:
-    addresses = [target.address(t.name) for t in (op.qkv, op.angles, op.slots, op.cache, op.out)]
+    addresses = [target.address(t.name) for t in (op.qkv, op.angles, op.slots, op.cache, op.scales, op.out) if t]
     half = op.angles.sizes({"tokens": 1})[2]
     shape = (op.heads, op.kv_heads, op.head_dim, half, target.blocks[_group(op.slots)], target.block_size)
-    entry = f"rope_kv_{suffix(op.out.dtype)}"
+    entry = f"{_over('rope_kv', op.cache)}_{suffix(op.out.dtype)}"
     return [Launch("rope_kv", entry, (target.bucket.tokens,), 256, 0, (*addresses, *shape))]
 
 
@@ -264,24 +264,24 @@ def _(op: Attention, target: Target) -> list[Launch]:
     kv_heads, head_dim = op.cache.sizes({f"blocks.{group}": 1, "block": 1})[2::2]
     blocks, address = target.blocks[group], target.address
     shape = (op.heads, kv_heads, head_dim, blocks, target.block_size, target.max_blocks, op.scale, op.window or 0)
-    cached = (address(op.q.name), address(op.cache.name), address(op.block_tables.name))
+    cached = tuple(address(t.name) for t in (op.q, op.cache, op.scales, op.block_tables) if t)
     out = address(op.out.name)
     pieces = decode_pieces(op, target.multiprocessors)
     grid = (min(MOST_SPLITS * bucket.sequences, pieces + bucket.sequences), _packs(op))
-    entry = f"attention_decode_{_build_for(head_dim, (64, 128, 256))}_{suffix(op.out.dtype)}"
+    stem = _over("attention_decode", op.cache)
+    entry = f"{stem}_{_build_for(head_dim, (64, 128, 256))}_{suffix(op.out.dtype)}"
     values = (*cached, address(f"decode_work.{group}"), out, target.workspace, target.counters, *shape)
-    decode = Launch("attention_decode", entry, grid, 128, 0, values)
+    decode = Launch(stem, entry, grid, 128, 0, values)
     if not bucket.prefills:
         return [decode]
     # Every sequence may leave a part of a tile. Blocks for more than a few of them would mostly find nothing to do.
     grid = (op.heads, _covering(bucket.tokens, 64) + min(bucket.sequences, bucket.tokens // 2, SHORT_PROMPTS))
     build = _build_for(head_dim, (64, 96, 128, 256))
     shared = 384 * (int(build[1:]) + 8) if target.tensor_cores and build != "any" else 0
-    entry = f"attention_prefill_{build}_{suffix(op.out.dtype)}"
-    return [
-        decode,
-        Launch("attention_prefill", entry, grid, 128, shared, (*cached, address("prefill_work"), out, *shape)),
-    ]
+    stem = _over("attention_prefill", op.cache)
+    entry = f"{stem}_{build}_{suffix(op.out.dtype)}"
+    values = (*cached, address("prefill_work"), out, *shape)
+    return [decode, Launch(stem, entry, grid, 128, shared, values)]
 
 
 def decode_pieces(op: Attention, multiprocessors: int) -> int:
@@ -294,6 +294,11 @@ def _packs(op: Attention) -> int:
     kv_heads = op.cache.shape[2]
     assert isinstance(kv_heads, int), op
     return kv_heads * _covering(op.heads // kv_heads, 8)
+
+
+def _over(stem: str, cache: Tensor) -> str:
+    """The kernel for that kind of cache: one of codes, or one in the activations' own format."""
+    return f"{stem}_e4m3" if cache.dtype is E4M3 else stem
 
 
 def _build_for(head_dim: int, sizes: tuple[int, ...]) -> str:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from rvllm.backend.cuda.context import Graph
 from rvllm.backend.cuda.copy_blocks import BlockCopier
@@ -32,7 +31,7 @@ from rvllm.backend.cuda.step_block import (
 )
 from rvllm.backend.cuda.weights import aligned, load_weights, place, sizes
 from rvllm.model.checkpoint import Checkpoint
-from rvllm.program.dtype import BF16, F16, F32, DType, Float32, bf16_to_f32
+from rvllm.program.dtype import F32, STORED, DType, Float32, Stored, load
 from rvllm.program.ops import Kind, Op, Tensor
 from rvllm.program.plan import MemoryPlan, plan
 from rvllm.program.program import Int32, Program, Step
@@ -169,16 +168,14 @@ class CudaModel:
 
             yield op, run
 
-    def read(self, tensor: Tensor, step: Step) -> npt.NDArray[Any]:
-        """What the device has for `tensor` at the step's sizes: float32, or int32 for inputs."""
+    def read(self, tensor: Tensor, step: Step) -> Stored:
+        """What the device has for `tensor` at the step's sizes: float32, int32 inputs, caches in their own format."""
         if tensor.kind is Kind.INPUT:
             return step.inputs()[tensor.name]
         shape = tensor.sizes(self._known_sizes(step))
-        raw = np.empty(tensor.dtype.nbytes(math.prod(shape)), dtype=np.uint8)
-        self._device.read(self._addresses[tensor.name], raw)
-        if tensor.dtype is BF16:
-            return bf16_to_f32(raw.view(np.uint16)).reshape(shape)
-        return raw.view(np.float16 if tensor.dtype is F16 else np.float32).astype(np.float32).reshape(shape)
+        elements = np.empty(shape, dtype=STORED[tensor.dtype])
+        self._device.read(self._addresses[tensor.name], elements)
+        return elements if tensor.kind is Kind.CACHE else load(elements)
 
     def _known_sizes(self, step: Step) -> dict[str, int]:
         blocks = {f"blocks.{group}": count for group, count in enumerate(self._blocks)}

@@ -38,7 +38,7 @@ struct Launch {
 struct Copy {
   void* to;
   const void* from;
-  int valid;
+  int valid, bytes;
 };
 
 struct Thread {

@@ -47,7 +47,7 @@ inline void finish_copies(size_t left) {
   auto& groups = current_thread().copies;
   while (groups.size() - 1 > left) {
     for (const Copy& copy : groups.front()) {
-      memset(copy.to, 0, 16);
+      memset(copy.to, 0, copy.bytes);
       memcpy(copy.to, copy.from, copy.valid);
     }
     groups.erase(groups.begin());
@@ -92,6 +92,7 @@ DEVICE void store_words4(void* address, Words4 value) { *static_cast<Words4*>(sh
 DEVICE Words2 load_words2(const void* address) { return *static_cast<const Words2*>(shim::aligned(address, 8)); }
 DEVICE void store_words2(void* address, Words2 value) { *static_cast<Words2*>(shim::aligned(address, 8)) = value; }
 DEVICE Words4 load_words4_once(const void* address) { return load_words4(address); }
+DEVICE Words2 load_words2_once(const void* address) { return load_words2(address); }
 
 DEVICE uint32 load_acquire(const uint32* address) {
   shim::yield();
@@ -135,6 +136,12 @@ DEVICE float float_of(uint32 bits) {
   memcpy(&value, &bits, 4);
   return value;
 }
+DEVICE uint32 chosen_bytes(uint32 low, uint32 high, uint32 selector) {
+  const uint64 all = uint64(high) << 32 | low;
+  uint32 chosen = 0;
+  for (int i = 0; i < 4; ++i) chosen |= uint32(all >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  return chosen;
+}
 DEVICE float half_value(uint16 bits) {
   const uint32 sign = uint32(bits & 0x8000u) << 16, exponent = bits >> 10 & 31u, fraction = bits & 0x3ffu;
   if (exponent == 31) return float_of(sign | 0x7f800000u | fraction << 13);
@@ -166,6 +173,17 @@ DEVICE double logarithm(double value) { return std::log(value); }
 DEVICE float power_of_two(float value) {
   const float power = std::exp2(value);
   return power < 0x1p-126f ? 0.0f : power;
+}
+
+// Only products that a bfloat16 holds: nothing here needs another.
+DEVICE uint32 multiply_pairs(uint32 a, uint32 b, bfloat_t) {
+  uint32 pair = 0;
+  for (int shift = 0; shift < 32; shift += 16) {
+    const float product = float_of(a >> shift << 16) * float_of(b >> shift << 16);
+    if (std::isnan(product) || (bits_of(product) & 0xffffu)) shim::fail("a product that no bfloat16 holds");
+    pair |= bits_of(product) >> 16 << shift;
+  }
+  return pair;
 }
 
 // ---- Matrix fragments: for each lane and place, the row and column that it holds (PTX manual, "mma").
@@ -265,10 +283,12 @@ void load_matrices(uint32 (&to)[2], const void* row) {
 
 // A copy happens as late as it may, and until then its target is poison: a missing wait reads that, and a source that
 // is overwritten too early is copied wrong.
-DEVICE void copy_async(void* to, const void* from, int valid = 16) {
-  memset(shim::aligned(to, 16), shim::POISON, 16);
-  shim::current_thread().copies.back().push_back({to, shim::aligned(from, 16), valid});
+template <int BYTES>
+void copy_async_few(void* to, const void* from, int valid) {
+  memset(shim::aligned(to, BYTES), shim::POISON, BYTES);
+  shim::current_thread().copies.back().push_back({to, shim::aligned(from, BYTES), valid, BYTES});
 }
+DEVICE void copy_async(void* to, const void* from, int valid = 16) { copy_async_few<16>(to, from, valid); }
 DEVICE void copy_async_once(void* to, const void* from, int valid = 16) { copy_async(to, from, valid); }
 DEVICE void commit_copies() { shim::current_thread().copies.emplace_back(); }
 template <int GROUPS>

@@ -1,7 +1,8 @@
-// probe_async: the matrix products and the asynchronous copies that t80 adds.
+// probe_async: the matrix products, the asynchronous copies and the arithmetic on pairs that t80 adds.
 //
 // launch: one block of 32; all arrays are global.
 // tiers: t80
+#include "e4m3.cuh"
 #include "probe.cuh"
 
 KERNEL(32) void probe_mma_1688_bf16(const bfloat_t* a, const bfloat_t* b, float* d) { product<8>(a, b, d); }
@@ -22,4 +23,26 @@ KERNEL(32) void probe_copies(const uint32* from, uint32* to, int stages, int val
     if (wait) wait_copies<1>();
     store_words4(to + stage * 128 + own, load_words4(ring + stage % 2 * 128 + own));
   }
+}
+
+// to = from (32, 3 words): of each row 8 bytes and 4 bytes in copies of their own, as many as are valid.
+KERNEL(32) void probe_few_copies(const uint32* from, uint32* to, int valid_of_8, int valid_of_4) {
+  DYNAMIC_SHARED(memory);
+  uint32* pairs = reinterpret_cast<uint32*>(memory);
+  uint32* singles = pairs + 2 * WARP;
+  const int lane = lane_index();
+  copy_async_few<8>(pairs + 2 * lane, from + 2 * lane, valid_of_8);
+  copy_async_few<4>(singles + lane, from + 2 * WARP + lane, valid_of_4);
+  commit_copies();
+  wait_copies<0>();
+  store_words2(to + 2 * lane, load_words2(pairs + 2 * lane));
+  to[2 * WARP + lane] = singles[lane];
+}
+
+// Codes 2 i and 2 i + 1 as pairs of elements, whatever lies beside them. halves, bfloats (128); grid (4), block 32.
+KERNEL(32) void probe_expanded(uint32* halves, uint32* bfloats) {
+  const int i = block_x() * WARP + lane_index();
+  const uint32 codes = chosen_bytes(uint32(2 * i) << 16, uint32(2 * i + 1) | 0xa5a5a500u, 0x4625);
+  halves[i] = expanded_pair(codes, half_t());
+  bfloats[i] = expanded_pair(codes, bfloat_t());
 }

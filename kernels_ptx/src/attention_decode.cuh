@@ -1,0 +1,181 @@
+// The body of attention_decode.cu and attention_decode_e4m3.cu, over the cache's element C.
+#pragma once
+
+#include "attention_fma.cuh"
+#include "attention_splits.cuh"
+#include "attention_work.cuh"
+#if TIER >= 80
+#include "attention_decode_mma.cuh"
+#endif
+
+// ---- A split, warp by warp. Both methods leave Partials.
+
+template <int WIDTH, int N, typename X, typename C = X>
+struct FmaMethod {
+  const X* queries;
+  int rows;
+
+  DEVICE FmaMethod(const X* queries, int rows) : queries(queries), rows(rows) {}
+
+  DEVICE void split(const Pages<C>& pages, int first, int end, float scale, const Partials<WIDTH>& to) {
+    const Sight all = {end - 1, 0, 0};
+    NO_UNROLL
+    for (int from = 0; from < rows; from += FMA_ROWS) {
+      FmaRows<WIDTH, N, X, C> state(queries + from * WIDTH, smaller_int(FMA_ROWS, rows - from));
+      NO_UNROLL
+      for (int tile = (first / KEY_TILE + warp_index()) * KEY_TILE; tile < end; tile += WARPS * KEY_TILE) {
+        state.tile(pages, tile, larger_int(first, tile), smaller_int(end, tile + KEY_TILE), all, scale);
+      }
+      state.merge_groups();
+      if (lane_index() < state.LANES) leave(state, warp_index() * ROWS + from, to);
+    }
+  }
+
+  static DEVICE void leave(const FmaRows<WIDTH, N, X, C>& state, int at, const Partials<WIDTH>& to) {
+    UNROLL
+    for (int row = 0; row < FMA_ROWS; ++row) {
+      to.largest[at + row] = state.largest[row];
+      to.sum[at + row] = state.sum[row];
+      UNROLL
+      for (int i = 0; i < state.DIMENSIONS; ++i) to.out[(at + row) * WIDTH + state.dimension(i)] = state.out[row][i];
+    }
+  }
+};
+
+#if TIER >= 80
+template <int WIDTH, typename X, typename C = X>
+struct MmaMethod {
+  MmaRows<WIDTH, X, C> state;
+
+  DEVICE MmaMethod(const X* queries, int) : state(queries) {}
+
+  DEVICE void split(const Pages<C>& pages, int first, int end, float scale, const Partials<WIDTH>& to) {
+    state.clear();
+    const int tile = (first / KEY_TILE + warp_index()) * KEY_TILE;
+    state.tiles(pages, tile, WARPS * KEY_TILE, first, end, scale);
+    const int g = state.g(), t = state.t(), row = warp_index() * ROWS;
+    to.largest[row + g] = state.largest;
+    to.sum[row + g] = state.whole_sum();
+    UNROLL
+    for (int block = 0; block < state.BLOCKS; ++block) {
+      UNROLL
+      for (int odd = 0; odd < 2; ++odd) {
+        float* out = to.out + (row + 2 * t + odd) * WIDTH + 64 * block + 8 * g;
+        UNROLL
+        for (int i = 0; i < 4; ++i) {
+          out[2 * i] = state.out[block][i][odd];
+          out[2 * i + 1] = state.out[block][i][2 + odd];
+        }
+      }
+    }
+  }
+};
+#endif
+
+// ---- A block
+
+struct DecodeArguments {
+  float* workspace;
+  uint32* counters;
+  AttentionShape shape;
+  const float* scales = nullptr;
+};
+
+// Where the queries of a block are: `rows` heads from `head` on; `counter` counts (sequence, kv head, 8 heads).
+struct Place {
+  int kv_head, head, rows, counter;
+};
+
+DEVICE Place place_of_block(int sequence, const AttentionShape& shape) {
+  const int group = shape.heads / shape.kv_heads, tiles = (group + ROWS - 1) / ROWS;
+  const int first = block_y() % tiles * ROWS, kv_head = block_y() / tiles;
+  return {kv_head, kv_head * group + first, smaller_int(ROWS, group - first), sequence * grid_y() + block_y()};
+}
+
+// Shared memory.
+template <int WIDTH, typename X>
+struct Room {
+  X* queries;  // (ROWS, WIDTH)
+  Partials<WIDTH> partials;
+  float* total;   // (ROWS, WIDTH)
+  float* states;  // (2, ROWS, 2)
+};
+
+// The split's result goes to the workspace or, if the block is alone, into its total, and after the last split out. A
+// thread keeps to its own pairs of `total`; the largest scores and the sums are doubled, since all threads of a row
+// read them.
+template <int WIDTH, typename X>
+DEVICE void end_split(const Room<WIDTH, X>& room, bool alone, int split, int count, int rows,
+                      const Workspace& workspace, X* out) {
+  const float* before = room.states + split % 2 * 2 * ROWS;
+  float* after = room.states + (split + 1) % 2 * 2 * ROWS;
+  NO_UNROLL
+  for (int i = 0; Share<WIDTH>::row(i) < rows; ++i) {
+    if (!Share<WIDTH>::has(i, rows, workspace.head_dim)) continue;
+    const int row = Share<WIDTH>::row(i), dimension = Share<WIDTH>::dimension(i);
+    Softmax all = merge_warps(room.partials, row, dimension);
+    if (!alone) {
+      keep(workspace, row, split, dimension, all);
+      continue;
+    }
+    float* own = room.total + row * WIDTH + dimension;
+    if (split > 0) all = merged({before[2 * row], before[2 * row + 1], {own[0], own[1]}}, all);
+    own[0] = all.out[0];
+    own[1] = all.out[1];
+    if (dimension == 0) {
+      after[2 * row] = all.largest;
+      after[2 * row + 1] = all.sum;
+    }
+    X* to = out + row * workspace.head_dim + dimension;
+    if (split == count - 1) store_pair(to, all.out[0] / all.sum, all.out[1] / all.sum);
+  }
+}
+
+// The item's splits. If those are all of the sequence's, nothing goes through the workspace.
+template <typename Method, int WIDTH, typename X, typename C>
+DEVICE void decode(const X* q, const C* cache, const int* block_tables, const DecodeItem& item,
+                   const DecodeArguments& given, const Room<WIDTH, X>& room, X* out) {
+  const AttentionShape& shape = given.shape;
+  const Place place = place_of_block(item.sequence, shape);
+  const Pages<C> pages = pages_of(cache, given.scales, block_tables, item.sequence, place.kv_head, shape);
+  const Splits splits = splits_of(item.kv_length, shape.window);
+  const Workspace workspace = workspace_of(given.workspace, item.sequence, place.head, shape);
+  const int64 row = (int64(item.sequence) * shape.heads + place.head) * shape.head_dim;
+  const bool alone = item.end - item.first == splits.count;
+  put_queries<WIDTH>(q + row, shape.head_dim, place.rows, shape.head_dim, room.queries, thread_index(), thread_count());
+  sync_block();
+  Method method(room.queries, place.rows);
+  NO_UNROLL
+  for (int split = item.first; split < item.end; ++split) {
+    const float scale = shape.scale * log2_e();
+    method.split(pages, splits.begin_of(split), splits.end_of(split), scale, room.partials);
+    sync_block();
+    end_split(room, alone, split, splits.count, place.rows, workspace, out + row);
+    sync_block();
+  }
+  start_next_grid();  // not before: its blocks would crowd on the SMs that this one leaves free
+  if (alone || !arrives_last(given.counters + place.counter, item.end - item.first, splits.count)) return;
+  merge_splits<WIDTH>(workspace, place.rows, splits.count, room.partials.out, out + row);
+}
+
+template <typename Method, int WIDTH, typename X, typename C>
+DEVICE void attention_decode(const X* q, const C* cache, const int* block_tables, const int* work, X* out,
+                             const DecodeArguments& given) {
+  wait_for_previous_grid();
+  SHARED_ARRAY(X, queries, ROWS * WIDTH);
+  SHARED_ARRAY(float, warps_out, WARPS * ROWS * WIDTH);
+  SHARED_ARRAY(float, warps_states, 2 * WARPS * ROWS);
+  SHARED_ARRAY(float, total, ROWS* WIDTH);
+  SHARED_ARRAY(float, states, 2 * ROWS * 2);
+  const Room<WIDTH, X> room = {queries, {warps_states, warps_states + WARPS * ROWS, warps_out}, total, states};
+  const DecodeItem item = decode_item(work, block_x());
+  if (block_x() < item_count(work)) decode<Method>(q, cache, block_tables, item, given, room, out);
+}
+
+#if TIER >= 80
+template <int WIDTH, typename X, typename C = X>
+using WideMethod = MmaMethod<WIDTH, X, C>;
+#else
+template <int WIDTH, typename X, typename C = X>
+using WideMethod = FmaMethod<WIDTH, WIDE, X, C>;
+#endif
