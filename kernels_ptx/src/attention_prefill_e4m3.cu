@@ -5,6 +5,7 @@
 // weights by the value's before they are rounded, from t80 on, but for _any, to bf16 whatever X is.
 // A kernel of its own, so that who has no such cache does not wait for its compilation.
 // tiers: t70 t80
+// spills: at most 148 bytes
 #include "attention_prefill.cuh"
 
 KERNEL(128)
