@@ -12,7 +12,6 @@
 // depend on the tokens beside it, nor on how many of the sequence's tokens are new.
 // assumes: block_size 16, 32 or 64; head_dim even; scale > 0; out overlaps nothing; all start on 16 bytes.
 // tiers: t70 t80
-// spills: at most 80 bytes
 #include "attention_prefill.cuh"
 
 KERNEL(128)

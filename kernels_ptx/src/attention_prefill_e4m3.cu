@@ -4,8 +4,8 @@
 // head_dim) E4M3 (e4m3.cuh), scales (2, blocks, kv_heads, block_size) f32. Scores are multiplied by the key's scale, and
 // weights by the value's before they are rounded, from t80 on, but for _any, to bf16 whatever X is.
 // A kernel of its own, so that who has no such cache does not wait for its compilation.
-// spills: at most 80 bytes
 // tiers: t70 t80
+// spills: at most 148 bytes
 #include "attention_prefill.cuh"
 
 KERNEL(128)

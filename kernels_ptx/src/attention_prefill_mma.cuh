@@ -231,7 +231,7 @@ DEVICE void attend_tiles(const X* q, X* out, int64 stride, int rows, int positio
                        [&](int row) { return there(row) ? pages.scales + (pages.row(tile + row) + offset) : nullptr; });
     }
     room.copy(to, pages.cache, head_dim, [&](int row) {
-      return there(row) ? pages.cache + (pages.row(tile + row) + offset) * head_dim : nullptr;
+      return there(row) ? pages.cache + offset * head_dim + pages.row(tile + row) * head_dim : nullptr;
     });
   };
   room.copy(room.queries, q, head_dim, [&](int row) { return row < rows ? q + row * stride : nullptr; });

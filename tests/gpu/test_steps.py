@@ -67,7 +67,7 @@ def results(model: CudaModel) -> list[Float32]:
 
 @both
 @pytest.mark.parametrize(
-    ("case", "dtype", "kv_dtype"), [(PLAIN, BF16, BF16), (SLIDING, F16, F16), (SLIDING, BF16, E4M3)]
+    ("case", "dtype", "kv_dtype"), [(PLAIN, BF16, BF16), (SLIDING, F16, F16), (SLIDING, BF16, E4M3)], ids=str
 )
 def test_padded_graphs_give_the_bits_of_single_launches_at_exact_sizes(
     case: str, dtype: DType, kv_dtype: DType, backend: Backend, monkeypatch: pytest.MonkeyPatch
