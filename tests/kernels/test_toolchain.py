@@ -228,6 +228,7 @@ def test_a_serialised_matrix_product_is_an_error(assembler: Path) -> None:
     assembler.write_text(f"#!/bin/sh\necho '{warning}'\n")
     with pytest.raises(assemble.AssemblyError, match="C7510"):
         assemble.assemble("", "90a", "0.0.0")
+    assert assemble.assemble("", "90a", "0.0.0", may_be_slow=True) == {}
 
 
 def test_a_refused_ptx_is_shown_with_the_assemblers_words(assembler: Path) -> None:
