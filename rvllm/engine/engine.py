@@ -244,7 +244,7 @@ class Engine:
     def _admit(self, sequence: Sequence, shared: tuple[int, ...]) -> None:
         self._seat(sequence)
         self._held.begin(sequence, shared)
-        if True:
+        if sequence.cached_tokens is None:
             sequence.cached_tokens = sequence.computed
             self._counts.prompt_tokens += len(sequence.request.prompt_ids)
             self._counts.cached_tokens += sequence.computed
@@ -377,6 +377,7 @@ class Engine:
         _take_out(self._running, sequence)
         del self._known[sequence.request.id]
         sequence.ended = True
+        self._stuck = False
         if self._flight is not None and sequence in self._flight.members:
             self._ending.append(sequence)
         else:

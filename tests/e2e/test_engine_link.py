@@ -192,7 +192,7 @@ def test_a_front_that_sends_nonsense_loses_its_link_and_nobody_else_does(
 
 def test_after_all_requests_are_aborted_at_once_nothing_is_held(shared: tuple[EngineProcess, EngineClient]) -> None:
     _, client = shared
-    streams = client.submit([counting(f"all-{index}", 1, MANY) for index in range(200)])
+    streams = client.submit([counting(f"all-{index}", 1, MANY) for index in range(400)])
     while not any(stream.take() for stream in streams):
         client.receive()
     before = client.stats()

@@ -97,10 +97,11 @@ def run_check(device: Device, cache: str = "auto") -> float:
 )
 def test_every_mode_runs_with_dummy_weights(opened: Backend, mode: tuple[str, ...]) -> None:
     lengths = (
-        ("--n", "1,2,...,128", "--context", "32")
+        ("--n", "1,2,...,128", "--context", "32", "--output-len", "16,80")
         if mode[0] == "decode"
         else ("--input-len", "32", "--output-len", "16")
     )
-    arguments = ["benchmark", *mode, str(CASE), *lengths, "--load-format", "dummy", "--max-model-len", "512"]
+    room = ("--max-model-len", "256", "--kv-cache-memory-bytes", "256MiB")  # other tests' models have theirs
+    arguments = ["benchmark", *mode, str(CASE), *lengths, "--load-format", "dummy", *room]
     done = CliRunner().invoke(commands, arguments, obj=Debug(False))
     assert done.exit_code == 0, done.output

@@ -56,7 +56,7 @@ def test_a_prompt_found_in_the_cache_up_to_a_chunks_end_has_the_bits_of_one_that
 
 BURST = """
 import random, sys
-from rvllm import SamplingParams
+from rvllm import LLM, SamplingParams
 sizes = dict(max_num_seqs=256, max_num_batched_tokens=8192)
 llm = LLM(sys.argv[1], device="cuda", gpu_memory_utilization=0.98, **sizes)
 drawn = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=16, ignore_eos=True, logprobs=5)
@@ -66,7 +66,8 @@ print(llm._engine.limits.blocks, sum(len(result.outputs[0].token_ids) for result
 """
 START = """
 import sys
-from rvllm import SamplingParams
+from rvllm import LLM, SamplingParams
+from rvllm.errors import StartError
 try:
     llm = LLM(sys.argv[1], device="cuda", gpu_memory_utilization=0.98)
 except StartError as refused:

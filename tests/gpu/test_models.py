@@ -187,7 +187,12 @@ def test_codes_keep_the_first_token_of_nine_prompts_in_ten(device: str, larger: 
         [
             result.outputs[0].logprobs[0]
             for result in LLM(
-                str(folder), device=device, kv_cache_dtype=cache, max_model_len=64, prefill_chunk=16
+                str(folder),
+                device=device,
+                kv_cache_dtype=cache,
+                max_model_len=64,
+                prefill_chunk=16,
+                kv_cache_memory_bytes=8 << 20,
             ).generate(asked, greedy(max_tokens=1, logprobs=20))
         ]
         for cache in ("auto", "fp8")

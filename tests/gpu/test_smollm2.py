@@ -26,7 +26,7 @@ SAMPLES = json.loads((Path(__file__).parents[1] / "reference" / "smollm2.json").
 @pytest.fixture(scope="module")
 def llm(gpu: Gpu) -> LLM:
     try:
-        return LLM("smollm2", device="cuda", max_model_len=512)
+        return LLM("smollm2", device="cuda", max_model_len=512, kv_cache_memory_bytes=256 << 20)
     except ModelNotFound as reason:  # a machine with a GPU is often one without a network
         pytest.skip(str(reason))
 
