@@ -256,6 +256,8 @@ def test_priority_decides_who_begins_and_who_gives_way() -> None:
     events["low"] = [*early, *events["low"]]
     assert right(ask("low", ids(30, 1), 120), events["low"]) and right(ask("high", ids(30, 2), 120), events["high"])
     assert engine.load.preemptions == 1
+    # Counted when a request first begins, not when it comes back to what it left in the cache.
+    assert (engine.load.prompt_tokens, engine.load.cached_tokens) == (60, 0)
 
 
 def test_without_the_policy_a_priority_changes_nothing() -> None:
