@@ -44,8 +44,11 @@ def on_gpu(opened: OpenedModel, memory_bytes: int) -> Fit:
     """The model on a card with `memory_bytes` in all, weights in the formats their file has."""
     from rvllm.backend.cuda.lower import FUSIONS
     from rvllm.backend.cuda.model import step_bytes
+    from rvllm.backend.cuda.slots import slot_bytes
 
-    step = step_bytes(fuse(opened.program, FUSIONS), step_limits(EngineConfig(), opened.max_length))
+    limits = step_limits(EngineConfig(), opened.max_length)
+    step = step_bytes(fuse(opened.program, FUSIONS), limits)
+    step += limits.sequences * slot_bytes(opened.program.output.sizes({"rows": 1})[1])
     weights = sum(opened.weight_bytes.values())
     return _fit(opened, int(memory_bytes * EngineConfig().gpu_memory_utilization), weights, step + RUNTIME_BYTES)
 

@@ -129,7 +129,10 @@ def _on_gpu(
     from rvllm.backend.cuda.kernels import Gpu
     from rvllm.backend.cuda.lower import FUSIONS
     from rvllm.backend.cuda.model import CudaModel
+    from rvllm.backend.cuda.sampling import MOST_LOGPROBS
 
+    if config.max_logprobs > MOST_LOGPROBS:
+        raise StartError(f"--max-logprobs {config.max_logprobs} is more than the {MOST_LOGPROBS} that a GPU lists")
     dtype = gpu_dtype(config.dtype, source.config.dtype)
     length = context_length(source.config, config.max_model_len)
     kv_dtype = cache_dtype(config.kv_cache_dtype, dtype)

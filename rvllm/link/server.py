@@ -14,7 +14,6 @@ import socket
 import time
 from contextlib import suppress
 from itertools import groupby
-from operator import attrgetter
 
 from rvllm.engine.engine import Engine
 from rvllm.engine.request import Request, TokenEvent, check_request
@@ -54,7 +53,14 @@ TERMINATE_DRAIN_S = 30.0
 IDLE_BEFORE_COLLECT_S = 0.05
 STEPS_BEFORE_COLLECT = 10_000
 
-_PROMPT = attrgetter("prompt_ids", "cache_salt", "priority")
+
+def _shared(request: Request) -> tuple[object, ...]:
+    """Neighbours of which this is the same are completions of one prompt, which is then read once.
+
+    Not where the prompt's own log-probabilities are wanted: those are told of the request that reads it.
+    """
+    alone = request.id if request.params.prompt_logprobs is not None else None
+    return request.prompt_ids, request.cache_salt, request.priority, alone
 
 
 class Front:
@@ -184,7 +190,7 @@ class Server:
                 self._send(front, Failed(request.id, failure_of(cause)))
             else:
                 good[request.id] = request
-        for _, group in groupby(good.values(), _PROMPT):
+        for _, group in groupby(good.values(), _shared):
             self._add(front, list(group))
 
     def _add(self, front: Front, group: list[Request]) -> None:
@@ -340,6 +346,8 @@ class Server:
         """Tell the fronts which requests were not through in time."""
         cut = EngineError("the engine was shut down before the request was through")
         for request_id, front in list(self._owners.items()):
+            if request_id not in self._owners:  # its front was found gone on the way
+                continue
             self._abort(request_id)
             self._send(front, Failed(request_id, failure_of(cut)))
 

@@ -528,7 +528,18 @@ def test_the_entries_are_sorted_and_bear_no_time(archive: Path) -> None:
     paths = {path for part in index for path, _, _ in part["pieces"]}
     assert {part["name"] for part in index} == {name for name in names if name.endswith(".xz")}
     assert {path.partition("/")[0] for path in paths} == {
-        *("click", "cuda", "jinja2", "kernels_ptx", "markupsafe", "numpy", "numpy.libs", "rvllm", "tokenizers")
+        *(
+            "click",
+            "cuda",
+            "jinja2",
+            "kernels_ptx",
+            "markupsafe",
+            "msgspec",
+            "numpy",
+            "numpy.libs",
+            "rvllm",
+            "tokenizers",
+        )
     }
 
 

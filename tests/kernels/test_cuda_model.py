@@ -20,6 +20,7 @@ from rvllm.backend.cuda.check import Checker
 from rvllm.backend.cuda.context import Graph
 from rvllm.backend.cuda.lower import FUSIONS, Launch
 from rvllm.backend.cuda.model import CudaModel, StepLimits
+from rvllm.backend.cuda.slots import slot_bytes
 from rvllm.backend.cuda.step_block import padded_sequences, padded_tokens
 from rvllm.engine.block_pool import blocks_for
 from rvllm.engine.request import Request, Sequence
@@ -288,7 +289,8 @@ def test_a_rehearsal_says_what_graphs_take_and_leaves_nothing_behind() -> None:
     most, tokens = limits().sequences, limits().tokens
     by_rows = {padded_sequences(count, most) for count in range(1, most + 1)}  # of decoding, and of a mixed step's head
     by_tokens = {padded_tokens(count, tokens) for count in range(1, tokens + 1)}
-    assert counted.rehearse(lambda: device.free_bytes) == (2 * len(by_rows) + len(by_tokens)) << 20
+    graphs, slots = (2 * len(by_rows) + len(by_tokens)) << 20, most * slot_bytes(sizes["vocab_limit"])
+    assert counted.rehearse(lambda: device.free_bytes) == graphs + slots
     assert device.graphs == 0 and device.free_bytes == 10 << 30 and len(device.launched) == before
     ours = CudaModel(program, checkpoint, HostDevice("t80"), blocks=None, **sizes)
     ours.rehearse(lambda: 0)

@@ -35,6 +35,7 @@ from rvllm.link.messages import (
     from_engine,
     from_front,
 )
+from rvllm.link.server import _shared
 from rvllm.sampling.params import SamplingParams
 
 SAMPLING: dict[str, Any] = {
@@ -238,3 +239,11 @@ def test_every_error_of_ours_arrives_as_what_it_was(kind: type[errors.RvllmError
 )
 def test_errors_of_others_are_told_in_the_same_words_as_in_one_process(raised: Exception) -> None:
     assert explain(error_of(failure_of(raised))) == explain(raised)
+
+
+def test_neighbours_share_the_reading_of_a_prompt_but_where_it_is_scored() -> None:
+    plain, scored = SamplingParams(n=2), SamplingParams(prompt_logprobs=3)
+    same = [_shared(Request(name, (1, 2), plain, 0)) for name in "ab"]
+    assert same[0] == same[1] != _shared(Request("c", (1, 3), plain, 0))
+    alone = [_shared(Request(name, (1, 2), scored, 0)) for name in "ab"]
+    assert len({*same, *alone}) == 3

@@ -17,7 +17,8 @@ from rvllm.backend.cuda.context import Graph
 from rvllm.backend.cuda.copy_blocks import BlockCopier
 from rvllm.backend.cuda.kernels import Device
 from rvllm.backend.cuda.lower import Bucket, Launch, Target, lower, workspace
-from rvllm.backend.cuda.sampling import DeviceSampler
+from rvllm.backend.cuda.sampling import DeviceSampler, row_bytes
+from rvllm.backend.cuda.slots import slot_bytes
 from rvllm.backend.cuda.step_block import (
     BlockTables,
     Layout,
@@ -188,12 +189,15 @@ class CudaModel:
             self._piece(Bucket(size, size, size, False))
 
     def rehearse(self, free_bytes: Callable[[], int]) -> int:
-        """Bytes that all graphs may take, before there are caches: one is captured and dropped. Loads the kernels.
+        """Bytes that will be taken later, before there are caches. Loads the kernels.
+
+        By all graphs, of which one is captured and dropped, and by the sampler for sequences with penalties and biases.
 
         Nothing is run, so it does not matter that the caches are nowhere.
         """
+        slots = self._limits.sequences * slot_bytes(self.program.output.sizes({"rows": 1})[1])
         if self._eager:
-            return 0
+            return slots
         self._blocks = (1,) * len(self.program.cache_groups)
         self._addresses |= dict.fromkeys(self.program.caches, 0)
         most, tokens = self._limits.sequences, self._limits.tokens
@@ -209,7 +213,7 @@ class CudaModel:
                 self._device.forget(graph)
         by_rows = {padded_sequences(count, most) for count in range(1, most + 1)}
         by_tokens = {padded_tokens(count, tokens) for count in range(1, tokens + 1)}
-        return max(taken, 0) * (2 * len(by_rows) + len(by_tokens))
+        return slots + max(taken, 0) * (2 * len(by_rows) + len(by_tokens))
 
     def _send(self, step: Step) -> Bucket:
         """Copy the step to the device: its padded sizes."""
@@ -353,7 +357,7 @@ def activation_dtype(program: Program) -> DType:
 def step_bytes(program: Program, limits: StepLimits) -> int:
     """Device memory for steps up to the limits: arena, step block, workspaces, sampler."""
     step = arena_plan(program, limits).nbytes + step_layout(program, limits, MOST_MULTIPROCESSORS).nbytes
-    sampler = limits.sequences * (5 * program.output.sizes({"rows": 1})[1] + (50 << 10))
+    sampler = limits.sequences * (row_bytes(program.output.sizes({"rows": 1})[1]) + 512)
     return step + sum(workspace(program, limits.sequences)) + sampler + (1 << 20)  # and what is small
 
 

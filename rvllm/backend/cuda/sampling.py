@@ -41,6 +41,11 @@ class Chain:
     draws: bool  # rows drawn from without top_k and top_p
 
 
+def row_bytes(vocab_limit: int) -> int:
+    """Device memory for what the kernels leave each other, of one row."""
+    return _ROW_BYTES + _UNIT_BYTES * -(-vocab_limit // UNIT)
+
+
 class DeviceSampler:
     """Draws one token a row from logits on the device, for up to `rows` rows of `vocab` logits."""
 
@@ -48,7 +53,7 @@ class DeviceSampler:
         self._device = device
         self._rows, self._vocab, self._limit, self._eager = rows, vocab, vocab_limit, eager
         self._units = -(-vocab_limit // UNIT)
-        self._workspace = device.allocate(rows * (_ROW_BYTES + _UNIT_BYTES * self._units))
+        self._workspace = device.allocate(rows * row_bytes(vocab_limit))
         self._counters = device.allocate(4 * rows)
         device.fill(self._counters, 0, 4 * rows)
         self._slots = Slots(device, vocab)

@@ -59,6 +59,11 @@ class _Slot:
         return same and self.position + 1 == row.position
 
 
+def slot_bytes(vocab: int) -> int:
+    """Device memory that a slot takes at the most: its bitmaps, counts and biases."""
+    return 4 * -(-vocab // 32) * _PLANES + 8 * vocab
+
+
 class Slots:
     """Brings slots up to date with the rows of a step. Memory is taken when a sequence first needs it."""
 
