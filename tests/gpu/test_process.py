@@ -139,12 +139,14 @@ class LostDevice(HostDevice):
     def __init__(self, last: int) -> None:
         super().__init__("t80")
         self._waits, self._last = 0, last
+        self.since_s = 0.0  # when it was lost
 
     def wait(self, mark: None) -> None:
         from cuda.bindings import driver
 
         self._waits += 1
         if self._waits >= self._last:
+            self.since_s = self.since_s or time.monotonic()
             check("cuEventSynchronize", (driver.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,), EngineError)
 
 
@@ -160,9 +162,8 @@ def test_a_lost_gpu_ends_generate_with_exit_code_1_and_its_error_once(
     lost: LostDevice, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = loop_model(tmp_path)
-    started_s = time.monotonic()
     assert run(["generate", "x", "--model", str(model.folder), *TINY, "--max-tokens", "40"], Interrupts()) == 1
-    assert time.monotonic() - started_s < 5
+    assert time.monotonic() - lost.since_s < 5  # what came before may have been the stand-in's compiler
     said = capsys.readouterr()
     assert said.out.startswith("a") and said.err.count("CUDA_ERROR_ILLEGAL_ADDRESS") == 1
     assert said.err.startswith(
