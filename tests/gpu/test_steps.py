@@ -235,7 +235,7 @@ def test_the_memory_that_is_reported_is_what_is_allocated(kv_dtype: DType) -> No
     blocks = {f"blocks.{group}": count for group, count in enumerate(model._blocks)} | {"block": BLOCK}
     caches = sum(tensor.dtype.nbytes(int(np.prod(tensor.sizes(blocks)))) for tensor in model.program.caches.values())
     weights = sum(map(aligned, sizes(model.program, BF16).values()))
-    spare = weights + step_bytes(model.program, model._limits) - (host.allocated_bytes - caches)
+    spare = weights + step_bytes(model.program, model._limits, host.tier) - (host.allocated_bytes - caches)
     assert 0 <= spare < 1.5 * 2**20
 
 

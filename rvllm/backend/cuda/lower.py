@@ -307,9 +307,11 @@ def _build_for(head_dim: int, sizes: tuple[int, ...]) -> str:
     return "any" if head_dim % 8 else next(f"d{size}" for size in sizes if head_dim <= size)
 
 
-def workspace(program: Program, sequences: int) -> tuple[int, int]:
-    """(bytes of float partials, bytes of counters) that the largest launch of any op needs."""
-    partial, counters = WIDE_MULTIPROCESSORS * 262144, 8 * WIDE_MULTIPROCESSORS  # of _wide, tiles of 64 tokens
+def workspace(program: Program, sequences: int, tier: str) -> tuple[int, int]:
+    """(bytes of float partials, bytes of counters) that the largest launch of any op needs on a GPU of that tier."""
+    partial, counters = 4, 4
+    if tier == "t90a":  # _wide, tiles of 64 tokens
+        partial, counters = WIDE_MULTIPROCESSORS * 262144, 8 * WIDE_MULTIPROCESSORS
     for op in program.ops:
         for part in parts(op):
             if isinstance(part, Linear):
@@ -317,7 +319,7 @@ def workspace(program: Program, sequences: int) -> tuple[int, int]:
                 rows = 16 * _covering(rows, 8)  # act_mul pairs rows in tiles of eight
                 split = _depth_parts(rows, depth)
                 partial = max(partial, 64 * LINEAR_TOKENS * split * (_covering(rows, 16) + 1))
-                if split > 1:
+                if split > 1 and tier == "t90a":
                     partial = max(partial, 262144 * split * _covering(rows, WIDE_SLOTS))
                 counters = max(counters, 4 * _covering(rows, 16))
             elif isinstance(part, Attention):

@@ -332,7 +332,7 @@ class CudaModel:
             self._addresses |= {name: memory + offset for name, offset in offsets.items()}
         # Two, so that a step can be written while the one before is still being copied.
         self._hosts = tuple(self._device.pinned(4 * where.message_words).view(np.int32) for _ in range(2))
-        nbytes, counters = workspace(self.program, limits.sequences)
+        nbytes, counters = workspace(self.program, limits.sequences, self._device.tier)
         self._workspace = self._device.allocate(nbytes)
         self._counters = self._device.allocate(counters)
         # Every kernel that counts leaves its counters at zero.
@@ -354,11 +354,11 @@ def activation_dtype(program: Program) -> DType:
     return next(op.out.dtype for op in program.ops if op.out.dtype is not F32)
 
 
-def step_bytes(program: Program, limits: StepLimits) -> int:
-    """Device memory for steps up to the limits: arena, step block, workspaces, sampler."""
+def step_bytes(program: Program, limits: StepLimits, tier: str = "t90a") -> int:
+    """Device memory for steps up to the limits: arena, step block, workspaces, sampler. t90a takes the most."""
     step = arena_plan(program, limits).nbytes + step_layout(program, limits, MOST_MULTIPROCESSORS).nbytes
     sampler = limits.sequences * (row_bytes(program.output.sizes({"rows": 1})[1]) + 512)
-    return step + sum(workspace(program, limits.sequences)) + sampler + (1 << 20)  # and what is small
+    return step + sum(workspace(program, limits.sequences, tier)) + sampler + (1 << 20)  # and what is small
 
 
 def _nbytes(tensor: Tensor, sizes: dict[str, int]) -> int:
