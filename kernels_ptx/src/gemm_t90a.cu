@@ -1,10 +1,13 @@
 // gemm_t90a: out = X(x W^T + bias) for many tokens on Hopper. _n128 and _n256 give the same bits where tiles are not cut.
 //
 // x (tokens, depth) X; weight (rows, depth) X; bias (rows) X or null; out (tokens, rows) X.
-// workspace: parts of cut tiles, (tiles parts) x T x 128 f32; counters: a u32 a cut tile, 0 between launches.
-// launch: grid whole + (tiles - whole) parts, block 256, 197632 dynamic shared bytes; T is 128 or 256, as the entry's name
-//   says; tiles = ceil(tokens / T) ceil(slots / 128), slots = rows. The tiles from `whole` on are cut
-//   into `parts`, at most a part a step of 64 of the depth.
+// workspace: what cut tiles leave, f32; counters: a u32 a cut tile, 0 before the first launch and after every one.
+// launch: grid whole + (tiles - whole) parts, block 256; T tokens a tile, 64, 128 or 256, as the entry's name says;
+//   tiles = ceil(tokens / T) ceil(slots / 128), slots = rows. The tiles from `whole` on are cut into
+//   `parts`. Dynamic shared bytes: n128, n256 197632; n64 99328.
+//   n128, n256: parts is at most ceil(depth / 64); workspace: 512 T parts bytes a cut tile.
+//   n64 has the bits of linear.cu; splits is its S, parts is 1, 2, 4 or 8 and changes no bit, and where splits is more than
+//   1 all tiles are cut; workspace: 262144 splits bytes a cut tile.
 // bound: 2 tokens rows depth FLOPs, or the bytes of the weight.
 // assumes: depth is a multiple of 8; x, weight and out start on 16 bytes; residual and out overlap nothing else.
 // spills: at most 32 bytes
