@@ -18,7 +18,7 @@ from rvllm.program.program import Int32
 # One float32 panel of a weight that stays in a core's L2 cache while every decode row passes over it.
 PANEL_BYTES = 4 << 20
 # Rows of one matrix product of prefill tokens: always this many, padded with zeros.
-BLOCK_ROWS = 32
+BLOCK_ROWS = 16
 # Queries that attend at a time, which bounds the score matrix.
 BLOCK_QUERIES = 256
 
@@ -46,18 +46,17 @@ def linear(x: Float32, weight: Float32, bias: Float32 | None, decode_rows: int, 
     """x @ weight.T + bias. x: (rows, in); weight: (out, in) contiguous -> (rows, out).
 
     BLAS may sum in another order when the number of rows differs, so that number is fixed: the first `decode_rows`
-    rows are one matrix-vector product each, panel by panel; the others go in blocks of BLOCK_ROWS.
+    rows are one matrix-vector product each, panel by panel; the others go in blocks of BLOCK_ROWS. These are the
+    columns of the product: BLAS's kernels take so many side by side, and what lies so has the same order of summation.
     """
     out = np.empty((len(x), len(weight)), dtype=np.float32)
     _decode_rows(x[:decode_rows], weight, out[:decode_rows])
     for start in range(decode_rows, len(x), BLOCK_ROWS):
         rows = x[start : start + BLOCK_ROWS]
-        if len(rows) == BLOCK_ROWS:
-            np.matmul(rows, weight.T, out=out[start : start + BLOCK_ROWS])
-        else:
-            padded = np.zeros((BLOCK_ROWS, x.shape[1]), dtype=np.float32)
-            padded[: len(rows)] = rows
-            out[start:] = np.matmul(padded, weight.T)[: len(rows)]
+        count = len(rows)
+        if count < BLOCK_ROWS:
+            rows = np.concatenate([rows, np.zeros((BLOCK_ROWS - count, x.shape[1]), dtype=np.float32)])
+        out[start : start + count] = np.matmul(weight, rows.T).T[:count]
     if bias is not None:
         out += bias
     return round_to(out, dtype)
