@@ -8,14 +8,24 @@
 #include "attention_decode_mma.cuh"
 #endif
 
-// ---- A split, warp by warp. Both methods leave Partials.
+// ---- A split, by all warps: every fourth tile is a warp's. Both methods leave Partials of their warps.
 
 template <int WIDTH, int N, typename X, typename C = X>
 struct FmaMethod {
+  enum : bool { TAKES_WHOLE = false };
+
   const X* queries;
   int rows;
 
-  DEVICE FmaMethod(const X* queries, int rows) : queries(queries), rows(rows) {}
+  DEVICE void load_ahead(const Pages<C>&, int, int, int, int) {}
+  DEVICE void whole(const Pages<C>&, int, int, float, const Partials<WIDTH>&) {}
+
+  DEVICE void take(const X* q, int count, int head_dim, X* put) {
+    put_queries<WIDTH>(q, head_dim, count, head_dim, put, thread_index(), thread_count());
+    sync_block();
+    queries = put;
+    rows = count;
+  }
 
   DEVICE void split(const Pages<C>& pages, int first, int end, float scale, const Partials<WIDTH>& to) {
     const Sight all = {end - 1, 0, 0};
@@ -45,26 +55,58 @@ struct FmaMethod {
 #if TIER >= 80
 template <int WIDTH, typename X, typename C = X>
 struct MmaMethod {
-  MmaRows<WIDTH, X, C> state;
+  using Rows = MmaRows<WIDTH, X, C>;
+  using Found = WarpSoftmax<Rows::BLOCKS>;
+  enum : bool { TAKES_WHOLE = Rows::FITS };
 
-  DEVICE MmaMethod(const X* queries, int) : state(queries) {}
+  Rows state;
+
+  static DEVICE int first_tile(int first, int share) { return (first / KEY_TILE + share) * KEY_TILE; }
+
+  // Of share `share` of the split [first, end), with which the next call begins, what lies before key `known`.
+  DEVICE void load_ahead(const Pages<C>& pages, int first, int end, int share, int known) {
+    const int tile = first_tile(first, share);
+    if (tile < end && tile + KEY_TILE <= known) state.load_ahead(pages, tile, first, end);
+  }
+
+  DEVICE void take(const X* q, int rows, int head_dim, X* put) { state.take(q, rows, head_dim, put); }
+
+  DEVICE Found share_of(const Pages<C>& pages, int first, int end, int share, float scale) {
+    state.clear();
+    state.tiles(pages, first_tile(first, share), WARPS * KEY_TILE, first, end, scale);
+    return Found(state);
+  }
 
   DEVICE void split(const Pages<C>& pages, int first, int end, float scale, const Partials<WIDTH>& to) {
-    state.clear();
-    const int tile = (first / KEY_TILE + warp_index()) * KEY_TILE;
-    state.tiles(pages, tile, WARPS * KEY_TILE, first, end, scale);
-    const int g = state.g(), t = state.t(), row = warp_index() * ROWS;
-    to.largest[row + g] = state.largest;
-    to.sum[row + g] = state.whole_sum();
+    leave(share_of(pages, first, end, warp_index(), scale), to);
+  }
+
+  // A split by this warp alone, with the bits that all warps and merge_warps give it.
+  DEVICE void whole(const Pages<C>& pages, int first, int end, float scale, const Partials<WIDTH>& to) {
+    Found all = share_of(pages, first, end, 0, scale);
+    load_ahead(pages, first, end, 1, end + KEY_TILE);
+    NO_UNROLL
+    for (int share = 1; share < WARPS; ++share) {
+      const Found next = share_of(pages, first, end, share, scale);
+      if (share + 1 < WARPS) load_ahead(pages, first, end, share + 1, end + KEY_TILE);
+      all.merge(next);
+    }
+    leave(all, to);
+  }
+
+  static DEVICE void leave(const Found& found, const Partials<WIDTH>& to) {
+    const int g = Rows::g(), t = Rows::t(), row = warp_index() * ROWS;
+    to.largest[row + g] = found.largest;
+    to.sum[row + g] = found.sum;
     UNROLL
-    for (int block = 0; block < state.BLOCKS; ++block) {
+    for (int block = 0; block < Rows::BLOCKS; ++block) {
       UNROLL
       for (int odd = 0; odd < 2; ++odd) {
         float* out = to.out + (row + 2 * t + odd) * WIDTH + 64 * block + 8 * g;
         UNROLL
         for (int i = 0; i < 4; ++i) {
-          out[2 * i] = state.out[block][i][odd];
-          out[2 * i + 1] = state.out[block][i][2 + odd];
+          out[2 * i] = found.out[block][i][odd];
+          out[2 * i + 1] = found.out[block][i][2 + odd];
         }
       }
     }
@@ -101,25 +143,36 @@ struct Room {
   float* states;  // (2, ROWS, 2)
 };
 
-// The split's result goes to the workspace or, if the block is alone, into its total, and after the last split out. A
+// Splits that a block has done at a time: one by all its warps, or one a warp.
+struct Round {
+  int first, count, number;
+};
+
+// The splits' results go to the workspace or, if the block is alone, into its total, and after the last split out. A
 // thread keeps to its own pairs of `total`; the largest scores and the sums are doubled, since all threads of a row
 // read them.
 template <int WIDTH, typename X>
-DEVICE void end_split(const Room<WIDTH, X>& room, bool alone, int split, int count, int rows,
+DEVICE void end_round(const Room<WIDTH, X>& room, bool alone, const Round& round, int splits, int rows,
                       const Workspace& workspace, X* out) {
-  const float* before = room.states + split % 2 * 2 * ROWS;
-  float* after = room.states + (split + 1) % 2 * 2 * ROWS;
+  const float* before = room.states + round.number % 2 * 2 * ROWS;
+  float* after = room.states + (round.number + 1) % 2 * 2 * ROWS;
   NO_UNROLL
   for (int i = 0; Share<WIDTH>::row(i) < rows; ++i) {
     if (!Share<WIDTH>::has(i, rows, workspace.head_dim)) continue;
     const int row = Share<WIDTH>::row(i), dimension = Share<WIDTH>::dimension(i);
-    Softmax all = merge_warps(room.partials, row, dimension);
-    if (!alone) {
-      keep(workspace, row, split, dimension, all);
-      continue;
-    }
     float* own = room.total + row * WIDTH + dimension;
-    if (split > 0) all = merged({before[2 * row], before[2 * row + 1], {own[0], own[1]}}, all);
+    Softmax all = {before[2 * row], before[2 * row + 1], {own[0], own[1]}};
+    NO_UNROLL
+    for (int j = 0; j < round.count; ++j) {
+      const Softmax found =
+          round.count == 1 ? merge_warps(room.partials, row, dimension) : room.partials.of(j, row, dimension);
+      if (!alone) {
+        keep(workspace, row, round.first + j, dimension, found);
+      } else {
+        all = round.first + j > 0 ? merged(all, found) : found;
+      }
+    }
+    if (!alone) continue;
     own[0] = all.out[0];
     own[1] = all.out[1];
     if (dimension == 0) {
@@ -127,11 +180,12 @@ DEVICE void end_split(const Room<WIDTH, X>& room, bool alone, int split, int cou
       after[2 * row + 1] = all.sum;
     }
     X* to = out + row * workspace.head_dim + dimension;
-    if (split == count - 1) store_pair(to, all.out[0] / all.sum, all.out[1] / all.sum);
+    if (round.first + round.count == splits) store_pair(to, all.out[0] / all.sum, all.out[1] / all.sum);
   }
 }
 
-// The item's splits. If those are all of the sequence's, nothing goes through the workspace.
+// The item's splits. If those are all of the sequence's, nothing goes through the workspace. Before the previous grid
+// has ended, only what earlier steps and begin_step wrote is read: the product before that grid waited for them.
 template <typename Method, int WIDTH, typename X, typename C>
 DEVICE void decode(const X* q, const C* cache, const int* block_tables, const DecodeItem& item,
                    const DecodeArguments& given, const Room<WIDTH, X>& room, X* out) {
@@ -142,15 +196,26 @@ DEVICE void decode(const X* q, const C* cache, const int* block_tables, const De
   const Workspace workspace = workspace_of(given.workspace, item.sequence, place.head, shape);
   const int64 row = (int64(item.sequence) * shape.heads + place.head) * shape.head_dim;
   const bool alone = item.end - item.first == splits.count;
-  put_queries<WIDTH>(q + row, shape.head_dim, place.rows, shape.head_dim, room.queries, thread_index(), thread_count());
-  sync_block();
-  Method method(room.queries, place.rows);
+  const float scale = shape.scale * log2_e();
+  const auto is_wide = [&](int split) { return Method::TAKES_WHOLE && item.end - split >= WARPS; };
+  const auto own_split = [&](int split) { return is_wide(split) ? split + warp_index() : split; };
+  Method method;
+  const int ahead = own_split(item.first), share = is_wide(item.first) ? 0 : warp_index();
+  method.load_ahead(pages, splits.begin_of(ahead), splits.end_of(ahead), share, item.known);
+  wait_for_previous_grid();
+  method.take(q + row, place.rows, shape.head_dim, room.queries);
+  Round round = {item.first, 0, 0};
   NO_UNROLL
-  for (int split = item.first; split < item.end; ++split) {
-    const float scale = shape.scale * log2_e();
-    method.split(pages, splits.begin_of(split), splits.end_of(split), scale, room.partials);
+  for (; round.first < item.end; round.first += round.count, ++round.number) {
+    const int split = own_split(round.first);
+    round.count = is_wide(round.first) ? WARPS : 1;
+    if (round.count == 1) {
+      method.split(pages, splits.begin_of(split), splits.end_of(split), scale, room.partials);
+    } else {
+      method.whole(pages, splits.begin_of(split), splits.end_of(split), scale, room.partials);
+    }
     sync_block();
-    end_split(room, alone, split, splits.count, place.rows, workspace, out + row);
+    end_round(room, alone, round, splits.count, place.rows, workspace, out + row);
     sync_block();
   }
   start_next_grid();  // not before: its blocks would crowd on the SMs that this one leaves free
@@ -161,7 +226,6 @@ DEVICE void decode(const X* q, const C* cache, const int* block_tables, const De
 template <typename Method, int WIDTH, typename X, typename C>
 DEVICE void attention_decode(const X* q, const C* cache, const int* block_tables, const int* work, X* out,
                              const DecodeArguments& given) {
-  wait_for_previous_grid();
   SHARED_ARRAY(X, queries, ROWS * WIDTH);
   SHARED_ARRAY(float, warps_out, WARPS * ROWS * WIDTH);
   SHARED_ARRAY(float, warps_states, 2 * WARPS * ROWS);
@@ -169,7 +233,8 @@ DEVICE void attention_decode(const X* q, const C* cache, const int* block_tables
   SHARED_ARRAY(float, states, 2 * ROWS * 2);
   const Room<WIDTH, X> room = {queries, {warps_states, warps_states + WARPS * ROWS, warps_out}, total, states};
   const DecodeItem item = decode_item(work, block_x());
-  if (block_x() < item_count(work)) decode<Method>(q, cache, block_tables, item, given, room, out);
+  if (block_x() < item_count(work)) return decode<Method>(q, cache, block_tables, item, given, room, out);
+  wait_for_previous_grid();  // so that the end of this grid is the end of all before it
 }
 
 #if TIER >= 80

@@ -93,19 +93,31 @@ struct MmaRows {
 
   const X* queries;
   Words4 query[STEPS];
+  Keys keys;  // of the next tile
+  Values values;
+  bool loaded = false;      // whether keys and values are there
   float out[BLOCKS][4][4];  // of queries 2 t and 2 t + 1
   float largest, sum;       // of query g; the sum is only that of this lane's keys
 
   static DEVICE int g() { return lane_index() / 4; }
   static DEVICE int t() { return lane_index() % 4; }
 
-  // queries: in shared memory, (ROWS, WIDTH). Rows where no query was put give results that nobody stores.
+  // In shared memory, (ROWS, WIDTH). Rows where no query was put give results that nobody stores.
   DEVICE Words4 query_part(int step) const { return load_words4(queries + g() * WIDTH + 32 * step + 8 * t()); }
 
-  DEVICE MmaRows(const X* queries) : queries(queries) {
+  // q: (rows, head_dim). put: memory for as many queries as registers have no room for.
+  DEVICE void take(const X* q, int rows, int head_dim, X* put) {
+    queries = put;
+    if (!FITS) {
+      put_queries<WIDTH>(q, head_dim, rows, head_dim, put, thread_index(), thread_count());
+      sync_block();
+      return;
+    }
     UNROLL
     for (int step = 0; step < STEPS; ++step) {
-      if (FITS) query[step] = query_part(step);
+      const int dimension = 32 * step + 8 * t();
+      const bool there = g() < rows && dimension < head_dim;
+      query[step] = there ? load_words4(q + g() * head_dim + dimension) : Words4{};
     }
   }
 
@@ -221,6 +233,16 @@ struct MmaRows {
     }
   }
 
+  // The first of the tiles of the next call of `tiles`, where registers allow.
+  DEVICE void load_ahead(const Pages<C>& pages, int tile, int first, int end) {
+    if (!FITS) return;
+    const int64 row = pages.row(tile);
+    const int lowest = larger_int(0, first - tile), highest = smaller_int(KEY_TILE, end - tile) - 1;
+    load_keys(pages, row, lowest, highest, keys);
+    load_values(pages, row, lowest, highest, values);
+    loaded = true;
+  }
+
   // The keys [first, end), the warp's share of them: every `stride`th tile from `tile` on. Where registers allow,
   // values are on their way while keys are scored, and the next tile's keys while values are mixed. A lane whose key is
   // outside reads another, at weight 0.
@@ -228,14 +250,13 @@ struct MmaRows {
     if (tile >= end) return;
     int64 row = pages.row(tile);
     int lowest = larger_int(0, first - tile), highest = smaller_int(KEY_TILE, end - tile) - 1;
-    Keys keys;
-    load_keys(pages, row, lowest, highest, keys);
+    if (!loaded) load_keys(pages, row, lowest, highest, keys);
     NO_UNROLL
     while (true) {
-      Values values;
       float scores[2][4];
       uint32 weights[2];
-      if (FITS) load_values(pages, row, lowest, highest, values);
+      if (FITS && !loaded) load_values(pages, row, lowest, highest, values);
+      loaded = false;
       score(keys, scores);
       if (!FITS) load_values(pages, row, lowest, highest, values);
       weigh(scores, keys.scales, values.scales, lowest, highest, scale, weights);
@@ -256,5 +277,40 @@ struct MmaRows {
   DEVICE float whole_sum() const {
     const float half = sum + shuffle_xor(sum, 1);
     return half + shuffle_xor(half, 2);
+  }
+};
+
+// What a warp has found of some keys, laid out as in MmaRows, with the sum over all of them.
+template <int BLOCKS>
+struct WarpSoftmax {
+  float largest, sum;
+  float out[BLOCKS][4][4];
+
+  template <typename Rows>
+  DEVICE explicit WarpSoftmax(const Rows& rows) : largest(rows.largest), sum(rows.whole_sum()) {
+    UNROLL
+    for (int block = 0; block < BLOCKS; ++block) {
+      UNROLL
+      for (int i = 0; i < 16; ++i) out[block][i / 4][i % 4] = rows.out[block][i / 4][i % 4];
+    }
+  }
+
+  // As `merged` does it for a row and two dimensions.
+  DEVICE void merge(const WarpSoftmax& next) {
+    const float highest = larger(largest, next.largest), base = base_of(highest);
+    const float old = power_of_two(largest - base), fresh = power_of_two(next.largest - base);
+    largest = highest;
+    sum = sum * old + next.sum * fresh;
+    const int t = lane_index() % 4;
+    const float of_old[2] = {shuffle(old, 8 * t), shuffle(old, 8 * t + 4)};  // of queries 2 t and 2 t + 1
+    const float of_fresh[2] = {shuffle(fresh, 8 * t), shuffle(fresh, 8 * t + 4)};
+    UNROLL
+    for (int block = 0; block < BLOCKS; ++block) {
+      UNROLL
+      for (int i = 0; i < 16; ++i) {
+        float& own = out[block][i / 4][i % 4];
+        own = own * of_old[i % 2] + next.out[block][i / 4][i % 4] * of_fresh[i % 2];
+      }
+    }
   }
 };

@@ -115,11 +115,24 @@ DEVICE void merge_factors(const Workspace& workspace, int rows, int count, float
   }
 }
 
+// A thread's share of AHEAD splits from `split` on; behind the last one, of the last again.
+template <int WIDTH, int PAIRS, int AHEAD>
+DEVICE void load_parts(const Workspace& workspace, int rows, int count, int split, Words2 (&parts)[PAIRS][AHEAD]) {
+  UNROLL
+  for (int i = 0; i < PAIRS * AHEAD; ++i) {
+    const int pair = i / AHEAD, at = smaller_int(split + i % AHEAD, count - 1);
+    if (!Share<WIDTH>::has(pair, rows, workspace.head_dim)) continue;
+    parts[pair][i % AHEAD] = load_words2(workspace.out_of(Share<WIDTH>::row(pair), at) + Share<WIDTH>::dimension(pair));
+  }
+}
+
 // All splits from the workspace, in order; `scratch` holds 3 ROWS MOST_SPLITS floats of shared memory.
 template <int WIDTH, typename X>
 DEVICE void merge_splits(const Workspace& workspace, int rows, int count, float* scratch, X* out) {
   enum : int { AHEAD = 4, PAIRS = Share<WIDTH>::PAIRS };
   float *factors = scratch, *sums = scratch + 2 * ROWS * MOST_SPLITS;
+  Words2 parts[PAIRS][AHEAD];
+  load_parts<WIDTH>(workspace, rows, count, 0, parts);  // on their way while the factors are found
   merge_factors(workspace, rows, count, factors, sums);
   sync_block();
   Softmax total[PAIRS];
@@ -127,14 +140,7 @@ DEVICE void merge_splits(const Workspace& workspace, int rows, int count, float*
   for (int i = 0; i < PAIRS; ++i) total[i] = {};
   NO_UNROLL
   for (int split = 0; split < count; split += AHEAD) {
-    Words2 parts[PAIRS][AHEAD];
-    UNROLL
-    for (int i = 0; i < PAIRS * AHEAD; ++i) {
-      const int pair = i / AHEAD, at = smaller_int(split + i % AHEAD, count - 1);
-      if (!Share<WIDTH>::has(pair, rows, workspace.head_dim)) continue;
-      parts[pair][i % AHEAD] =
-          load_words2(workspace.out_of(Share<WIDTH>::row(pair), at) + Share<WIDTH>::dimension(pair));
-    }
+    if (split > 0) load_parts<WIDTH>(workspace, rows, count, split, parts);
     UNROLL
     for (int i = 0; i < PAIRS * AHEAD; ++i) {
       const int pair = i / AHEAD, at = split + i % AHEAD;

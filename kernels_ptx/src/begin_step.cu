@@ -153,22 +153,36 @@ DEVICE int sum_before(int value, int& total) {
   return before + upto - value;
 }
 
-// One split an item, or, where that gives more than `pieces` items, a share of them for each sequence by its splits.
+enum : int { ENOUGH = 8 };  // a block for every multiprocessor is that part of the items that fill the GPU
+
+// One split an item, or WARPS of them where that is enough for the GPU: a warp then takes one alone. Where those are more
+// than `pieces` items, a share of them for each sequence by its splits.
 DEVICE void list_decodes(const int* kv_lengths, int decodes, int window, int pieces, int* work) {
-  int own = 0, all, listed = 0;
-  for (int i = thread_index(); i < decodes; i += thread_count()) own += splits_of(kv_lengths[i], window).count;
+  int own = 0, own_wide = 0, all, all_wide, listed = 0;
+  for (int i = thread_index(); i < decodes; i += thread_count()) {
+    const int splits = splits_of(kv_lengths[i], window).count;
+    own += splits;
+    own_wide += (splits + WARPS - 1) / WARPS;
+  }
   sum_before(own, all);
   sync_block();
+  sum_before(own_wide, all_wide);
+  sync_block();
+  const int unit = all_wide * ENOUGH >= pieces ? WARPS : 1;
+  if (unit > 1) all = all_wide;
   NO_UNROLL
   for (int from = 0; from < decodes; from += thread_count()) {
     const int sequence = from + thread_index();
     const int kv_length = sequence < decodes ? kv_lengths[sequence] : 0;
     const int splits = sequence < decodes ? splits_of(kv_length, window).count : 0;
-    const int items = all <= pieces ? splits : (splits * pieces + all - 1) / all;
+    const int units = (splits + unit - 1) / unit;
+    const int items = all <= pieces ? units : (units * pieces + all - 1) / all;
     int total;
     const int place = listed + sum_before(items, total);
     for (int i = 0; i < items; ++i) {
-      put_item(work, place + i, DecodeItem{sequence, kv_length, splits * i / items, splits * (i + 1) / items});
+      put_item(work, place + i,
+               DecodeItem{sequence, kv_length, units * i / items * unit,
+                          smaller_int(splits, units * (i + 1) / items * unit), kv_length - 1});
     }
     listed += total;
     sync_block();

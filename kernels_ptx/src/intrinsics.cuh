@@ -93,19 +93,19 @@ DEVICE Words2 load_words2(const void* address) {
 DEVICE void store_words2(void* address, Words2 value) {
   *static_cast<uint2*>(address) = {value.word[0], value.word[1]};
 }
-// Of global memory that nothing writes while the kernel runs, and that is read once: it takes no room in L1.
+// Of global memory that is read once: it takes no room in L1. Stays behind a wait for the grid that wrote it.
 DEVICE Words4 load_words4_once(const void* address) {
   Words4 got;
-  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-      : "=r"(got.word[0]), "=r"(got.word[1]), "=r"(got.word[2]), "=r"(got.word[3])
-      : "l"(__cvta_generic_to_global(address)));
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(got.word[0]), "=r"(got.word[1]), "=r"(got.word[2]), "=r"(got.word[3])
+               : "l"(__cvta_generic_to_global(address)));
   return got;
 }
 DEVICE Words2 load_words2_once(const void* address) {
   Words2 got;
-  asm("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
-      : "=r"(got.word[0]), "=r"(got.word[1])
-      : "l"(__cvta_generic_to_global(address)));
+  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+               : "=r"(got.word[0]), "=r"(got.word[1])
+               : "l"(__cvta_generic_to_global(address)));
   return got;
 }
 

@@ -132,10 +132,25 @@ struct Stream {
   }
 
   DEVICE void accumulate(float (&sums)[TILES][EIGHTS][4]) const {
-    enum : int { AHEAD = STAGES - 1 };
+    enum : int { AHEAD = STAGES - 1, FEW = AHEAD < 2 ? AHEAD : 2 };
+    // Weights may be on their way before the grid that makes the tokens has ended, but a stage is there only with all that
+    // came before it. Where a warp takes little more than the ring holds, a few stages then: with all of them, blocks that
+    // share a multiprocessor would first all wait and then all compute, instead of in turns.
+    const bool is_long = range.end - range.begin >= 2 * STAGES * CHUNK;
+    const int early = TIER < 90 || in.depth % WIDE ? 0 : is_long ? AHEAD : FEW;
+    const int begin = range.begin + lane_index() % 4 * WIDE;
+    NO_UNROLL
+    for (int stage = 0; stage < early; ++stage) fetch_weights(stage, begin + stage * CHUNK);
     wait_for_previous_grid();
     NO_UNROLL
-    for (int ahead = 0; ahead < AHEAD; ++ahead) fetch(ahead, range.begin + ahead * CHUNK);
+    for (int stage = 0; stage < early; ++stage) {
+      fetch_tokens(stage, begin + stage * CHUNK);
+      commit_copies();
+    }
+    NO_UNROLL
+    for (int stage = early; stage < AHEAD; ++stage) fetch(stage, range.begin + stage * CHUNK);
+    // Not before the wait: what the next grid does before its own may then count on all that ended before this one began.
+    start_next_grid();
     int stage = 0;
     NO_UNROLL
     for (int chunk = range.begin; chunk < range.end; chunk += CHUNK) {
@@ -146,8 +161,6 @@ struct Stream {
       multiply(stage, sums);
       stage = stage == AHEAD ? 0 : stage + 1;
     }
-    // Not before: the next grid's blocks would crowd on the SMs that this one leaves free.
-    start_next_grid();
   }
 };
 

@@ -157,10 +157,15 @@ def work_list(items: Sequence[tuple[int, int, int, int]], room: int) -> Int32:
     return words
 
 
+def decode_item(sequence: int, length: int, first: int, end: int) -> tuple[int, int, int, int]:
+    """The words of a DecodeItem: splits [first, end), and how many keys are from earlier steps."""
+    return sequence, length, first | end << 16, length - 1
+
+
 def decode_items(lengths: Sequence[int], window: int = 0, most: int = 1) -> list[tuple[int, int, int, int]]:
-    """(sequence, length, first split, end) of sequences that bring one token, `most` splits an item; none of length 0."""
+    """Items of sequences that bring one token, `most` splits an item; none of length 0."""
     return [
-        (sequence, length, first, min(first + most, splits_of(length, window)))
+        decode_item(sequence, length, first, min(first + most, splits_of(length, window)))
         for sequence, length in enumerate(lengths)
         if length
         for first in range(0, splits_of(length, window), most)

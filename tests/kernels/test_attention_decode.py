@@ -128,6 +128,19 @@ def test_how_splits_are_dealt_out_changes_no_bits(device: Device, element: Eleme
         assert np.array_equal(run(device, element, q, held, tier=tier, most=most), first), most
 
 
+@pytest.mark.parametrize(("shape", "window"), [(Shape(3, 1, 64, block=32), 0), (Shape(2, 1, 128), 900)], ids=str)
+def test_a_warp_alone_gives_a_split_the_bits_that_four_give_it(
+    device: Device, element: Element, tier: str, shape: Shape, window: int
+) -> None:
+    lengths = [517, 1000, 513, 640]  # four splits and a few keys, eight, and so on
+    held = paged(RNG, element, shape, lengths)
+    q = queries(element, shape, len(lengths))
+    first = run(device, element, q, held, window, tier=tier)
+    check(element, q, held, window, first)
+    for most in (4, 6, 8):
+        assert np.array_equal(run(device, element, q, held, window, tier=tier, most=most), first), most
+
+
 def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch(device: Device, element: Element, tier: str) -> None:
     shape, lengths = Shape(7, 1, 64), [300, 5, 0, 129]
     held = paged(RNG, element, shape, lengths)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.device import Argument, Device
-from tests.kernels.paged import Int32, decode_items, prefill_items, splits_of
+from tests.kernels.paged import Int32, decode_item, decode_items, prefill_items, splits_of
 
 STEM = "begin_step"
 RNG = np.random.default_rng(21)
@@ -134,20 +134,25 @@ class State:
         assert keys == sorted(keys, reverse=True)
 
     def check_decodes(self, step: Sequences, group: int, window: int) -> None:
-        """Every split of every sequence once, in about PIECES items."""
+        """Every split of every sequence once, in about PIECES items, four an item where there are enough of those."""
         found = listed(self.decode_work[group])
         lengths = step.kv_lengths[: step.decodes]
         single = [
-            (sequence, length, split, split + 1)
-            for sequence, length, first, end in found
-            for split in range(first, end)
+            decode_item(sequence, length, split, split + 1)
+            for sequence, length, splits, _ in found
+            for split in range(splits & 0xFFFF, splits >> 16)
         ]
         assert single == decode_items(lengths, window)
-        splits = sum(splits_of(length, window) for length in lengths)
-        assert len(found) == splits if splits <= PIECES else len(found) <= PIECES + step.decodes
-        assert all(end > first for _, _, first, end in found)
-        share = splits / PIECES  # as even as whole splits can be
-        assert all(end - first < share + 1 for _, _, first, end in found)
+        counts = [splits_of(length, window) for length in lengths]
+        fours = sum(-(-count // 4) for count in counts)
+        unit = 4 if fours * 8 >= PIECES else 1
+        units = fours if unit == 4 else sum(counts)
+        assert len(found) == units if units <= PIECES else len(found) <= PIECES + step.decodes
+        assert all((splits & 0xFFFF) % unit == 0 for _, _, splits, _ in found)
+        shares = [(splits >> 16) - (splits & 0xFFFF) for _, _, splits, _ in found]
+        assert all(own > 0 for own in shares)
+        share = units / PIECES  # as even as whole units can be
+        assert all(own < (share + 1) * unit for own in shares)
 
 
 def listed(work: Int32) -> list[tuple[int, ...]]:

@@ -37,6 +37,7 @@ LINEAR_TOKENS = 64  # up to here weights are streamed past the tokens, beyond th
 WIDE_TOKENS = 32  # beyond, warpgroups multiply where there are any
 WIDE_SLOTS, WIDE_SHARED_BYTES = 128, {64: 99328, 128: 197632, 256: 197632}  # of a tile of gemm_t90a
 WIDE_MULTIPROCESSORS = 144  # no GPU of tier t90a has more
+ALONE_SHARED_BYTES = 116 << 10  # more than half of what a multiprocessor of tier t90a has
 WIDTH_A_BLOCK = 2048  # elements of a row that one block of the element-wise kernels does
 FUSIONS = frozenset({"linear_add", "linear_act_mul"})
 """The fused kernels there are."""
@@ -211,6 +212,9 @@ def _streaming(
     pieces = 2 * tall + most // 8
     shared = 4096 * pieces * min(6, 24 // pieces) if target.tensor_cores else 64 * tall * most
     grid = (_covering(rows, 16 * tall), split)
+    if target.tier == "t90a" and grid[0] * split <= target.multiprocessors:
+        # No two on one multiprocessor: while the grid before ends, the first that are free would get all of them.
+        shared = max(shared, ALONE_SHARED_BYTES)
     return Launch(stem, f"{entry}_m{most}", grid, 256, shared, (*arguments, target.workspace, target.counters))
 
 

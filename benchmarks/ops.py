@@ -1,0 +1,99 @@
+"""Where a decode step's time goes: each op of all layers as one graph, so that weights come from memory, and the whole.
+
+    python benchmarks/ops.py benchmarks/shapes/qwen2.5-1.5b [--n 1,64] [--context 512]
+
+Microseconds by CUDA events, the median of 20 replays, dummy weights in bf16. Kernels overlap within the whole, so that
+it is less than the sum. That they compute the right thing is `rvllm doctor --check`'s to say, with the same kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from rvllm.backend.cuda.kernels import Gpu
+from rvllm.backend.cuda.lower import FUSIONS, Bucket, Launch, lower
+from rvllm.backend.cuda.model import CudaModel, StepLimits
+from rvllm.backend.cuda.step_block import padded_sequences
+from rvllm.model.files import locate
+from rvllm.model.source import open_source, record, weights_for
+from rvllm.program.dtype import BF16
+from rvllm.program.fuse import fuse
+from rvllm.program.program import Program, Step
+
+BLOCK, REPLAYS = 32, 20
+
+
+def step_of(sequences: int, context: int) -> Step:
+    """A step in which so many sequences decode, each with `context` tokens once it is done."""
+    blocks = -(-(context + 1) // BLOCK)
+    tables = np.arange(sequences * blocks, dtype=np.int32).reshape(sequences, blocks)
+    every = np.arange(sequences, dtype=np.int32)
+    lengths = np.full(sequences, context, dtype=np.int32)
+    place = context - 1
+    return Step(
+        ids=every + 1,
+        positions=lengths - 1,
+        lengths=lengths,
+        query_starts=np.arange(sequences + 1, dtype=np.int32),
+        kv_lengths=lengths,
+        slots=(tables[:, place // BLOCK] * BLOCK + place % BLOCK,),
+        block_tables=(tables,),
+        rows=every,
+        decode_tokens=sequences,
+    )
+
+
+def load(shape: Path, gpu: Gpu, sequences: int, context: int) -> CudaModel:
+    source = open_source(locate(str(shape), offline=True, progress=None), load_format="dummy", warn=print)
+    program = fuse(record(source, dtype=BF16, kv_dtype=BF16, max_length=context + 1), FUSIONS)
+    blocks = -(-(context + 1) // BLOCK)
+    limits = StepLimits(max(2048, sequences), sequences, blocks)
+    weights = weights_for(source, program)
+    return CudaModel(
+        program, weights, gpu, limits=limits, blocks=(sequences * blocks,), block_size=BLOCK, vocab_limit=1000
+    )
+
+
+def microseconds(gpu: Gpu, launches: Sequence[Launch]) -> float:
+    graph = gpu.capture(launches)
+    assert graph is not None
+    gpu.replay(graph)
+    times = [1e6 * gpu.seconds(lambda: gpu.replay(graph)) for _ in range(REPLAYS)]
+    gpu.forget(graph)
+    return statistics.median(times)
+
+
+def report(gpu: Gpu, model: CudaModel, program: Program, sequences: int, context: int) -> None:
+    model.forward(step_of(sequences, context))
+    size = padded_sequences(sequences, sequences)
+    target = model._target(Bucket(size, size, size, False))
+    launches = [launch for op in program.ops for launch in lower(op, target)]
+    kinds: dict[tuple[str, tuple[int, ...]], list[Launch]] = {}
+    for launch in launches:
+        kinds.setdefault((launch.entry, launch.grid), []).append(launch)
+    print(f"\nN={sequences}, context {context}: forward {microseconds(gpu, launches):,.1f} us")
+    for (entry, grid), same in kinds.items():
+        print(f"  {entry:36} {grid!s:12} {len(same):3} x {microseconds(gpu, same) / len(same):8.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("shape", type=Path)
+    parser.add_argument("--n", default="1")
+    parser.add_argument("--context", type=int, default=512)
+    given = parser.parse_args()
+    counts = [int(count) for count in given.n.split(",")]
+    gpu = Gpu(0, print)
+    model = load(given.shape, gpu, max(counts), given.context)
+    print(f"{gpu.gpu.name}, {gpu.tier}, {given.shape.name}")
+    for count in counts:
+        report(gpu, model, model.program, count, given.context)
+
+
+if __name__ == "__main__":
+    main()
