@@ -348,6 +348,7 @@ DEVICE void show_to_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: 
 #endif
 
 // ---- Programmatic dependent launch, t90; a lower tier waits for the whole grid before it, so these do nothing there.
+enum : bool { GRIDS_OVERLAP = TIER >= 90 };
 DEVICE void wait_for_previous_grid() {
 #if TIER >= 90
   asm volatile("griddepcontrol.wait;" ::: "memory");

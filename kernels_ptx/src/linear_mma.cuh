@@ -137,7 +137,7 @@ struct Stream {
     // came before it. Where a warp takes little more than the ring holds, a few stages then: with all of them, blocks that
     // share a multiprocessor would first all wait and then all compute, instead of in turns.
     const bool is_long = range.end - range.begin >= 2 * STAGES * CHUNK;
-    const int early = TIER < 90 || in.depth % WIDE ? 0 : is_long ? AHEAD : FEW;
+    const int early = !GRIDS_OVERLAP || in.depth % WIDE ? 0 : is_long ? AHEAD : FEW;
     const int begin = range.begin + lane_index() % 4 * WIDE;
     NO_UNROLL
     for (int stage = 0; stage < early; ++stage) fetch_weights(stage, begin + stage * CHUNK);

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy.typing as npt
+
 from kernels_ptx.build import HEADERS, ROOTS
 from kernels_ptx.source import Source, read_source
 from kernels_ptx.tiers import TIERS, Tier
@@ -40,6 +42,10 @@ class LaunchFailed(Exception):
     """A kernel did what no device would forgive: a deadlock, a misaligned access, a mixed-up warp."""
 
 
+class _Late(ctypes.Structure):
+    _fields_ = [("at", ctypes.c_void_p), ("bytes", ctypes.c_uint64)]
+
+
 class _Launch(ctypes.Structure):
     _fields_ = [
         ("grid", ctypes.c_int * 3),
@@ -48,6 +54,8 @@ class _Launch(ctypes.Structure):
         ("schedule", ctypes.c_int),
         ("seed", ctypes.c_uint64),
         ("message", ctypes.c_char * 1024),
+        ("late_count", ctypes.c_int),
+        ("late", _Late * 8),
     ]
 
 
@@ -76,8 +84,13 @@ def launch(
     schedule: str = "round robin",
     seed: int = 0,
     tier: str | None = None,
+    late: Sequence[npt.NDArray[Any]] = (),
 ) -> None:
-    """Launch `entry` and wait. Raises LaunchFailed with what went wrong and where."""
+    """Launch `entry` and wait. Raises LaunchFailed with what went wrong and where.
+
+    late: up to 8 contiguous arrays that the grid before is still writing. They hold poison until all threads of a block
+    have waited for that grid; a block that ends without is an error.
+    """
     most = next(known.threads for known in source_of(stem).entries if known.name == entry)
     assert 0 < block <= most, f"{entry} takes blocks of up to {most} threads, not {block}"
     library = load(stem, tier or tiers_of(stem)[0])
@@ -86,7 +99,9 @@ def launch(
     values = _packed(entry, signature().decode(), arguments)
     addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
     sizes = (ctypes.c_int * 3)(*grid, *(1,) * (3 - len(grid)))
-    given = _Launch(sizes, block, shared_bytes, SCHEDULES.index(schedule), seed, b"")
+    assert all(array.flags.c_contiguous for array in late)
+    lates = (_Late * 8)(*(_Late(array.ctypes.data, array.nbytes) for array in late))
+    given = _Launch(sizes, block, shared_bytes, SCHEDULES.index(schedule), seed, b"", len(late), lates)
     if getattr(library, f"launch_{entry}")(ctypes.byref(given), addresses) != 0:
         raise LaunchFailed(f"{entry}, schedule {schedule!r}: {given.message.decode(errors='replace')}")
 

@@ -26,6 +26,12 @@ constexpr int CANARY_BYTES = 256;  // behind the shared memory
 constexpr unsigned char POISON = 0xff;
 constexpr int MOST_TURNS = 20000000;  // of one block: seconds, so a thread spins for what never comes
 
+// Memory that the grid before is still writing: poison in every block until all its threads have waited for that grid.
+struct Late {
+  unsigned char* at;
+  uint64_t bytes;
+};
+
 struct Launch {
   int grid[3];
   int block;
@@ -33,6 +39,8 @@ struct Launch {
   int schedule;
   uint64_t seed;
   char message[1024];
+  int late_count;
+  Late late[8];
 };
 
 struct Copy {
@@ -85,7 +93,10 @@ struct Machine {
   Home home;
   uint64_t random_state = 0;
   unsigned char* shared = nullptr;
-  std::vector<void*> poisoned;  // the fixed shared arrays that this block has met
+  std::vector<void*> poisoned;                   // the fixed shared arrays that this block has met
+  std::vector<std::vector<unsigned char>> late;  // what is in the late memory in the end
+  bool late_is_there = false;
+  Barrier all_late;
 };
 
 inline Machine machine;
@@ -206,6 +217,34 @@ inline const unsigned char (*meet(const char* operation, uint32_t lanes, const v
   return meeting->slots[turn];
 }
 
+// ---- What the grid before writes
+
+inline void hide_late() {
+  machine.late_is_there = false;
+  const Launch& launch = *machine.launch;
+  for (int i = 0; i < launch.late_count; ++i) memset(launch.late[i].at, POISON, launch.late[i].bytes);
+}
+
+inline void show_late() {
+  if (machine.late_is_there) return;
+  machine.late_is_there = true;
+  const Launch& launch = *machine.launch;
+  for (int i = 0; i < launch.late_count; ++i) memcpy(launch.late[i].at, machine.late[i].data(), launch.late[i].bytes);
+}
+
+// All threads of the block wait for the grid before; those that have ended count as waiting.
+inline void wait_for_late() {
+  const int self = machine.current;
+  ++machine.all_late.arrived;
+  machine.all_late.waiting.push_back(self);
+  machine.runnable[self / LANES] &= ~(1u << self % LANES);
+  open_if_full(machine.all_late);
+  current_thread().waits_for = "the grid before";
+  back_to_scheduler();
+  current_thread().waits_for = nullptr;
+  show_late();
+}
+
 // ---- The life of a thread
 
 inline void finish_thread() {
@@ -218,6 +257,7 @@ inline void finish_thread() {
   for (Barrier& barrier : machine.barriers) {
     if (barrier.expected == 0) open_if_full(barrier);
   }
+  open_if_full(machine.all_late);
 }
 
 inline void thread_main() {
@@ -276,6 +316,7 @@ inline void report_deadlock(int threads) {
 
 inline void start_threads(int threads) {
   machine.unfinished = threads;
+  machine.all_late = Barrier();
   for (Barrier& barrier : machine.barriers) barrier = Barrier();
   for (Warp& warp : machine.warps) warp = Warp();
   memset(machine.runnable, 0, sizeof(machine.runnable));
@@ -313,7 +354,14 @@ inline void run_block() {
   machine.shared = static_cast<unsigned char*>(shared);
   machine.poisoned.clear();
   start_threads(threads);
+  hide_late();
   run_threads(threads);
+  if (machine.launch->late_count > 0 && !machine.late_is_there && !machine.failed) {
+    snprintf(machine.launch->message, sizeof(machine.launch->message),
+             "block (%d, %d, %d) ended before the grid before it", machine.block[0], machine.block[1],
+             machine.block[2]);
+    machine.failed = true;
+  }
   for (int i = 0; i < canary_bytes && !machine.failed; ++i) {
     if (machine.shared[shared_bytes + i] == POISON) continue;
     snprintf(machine.launch->message, sizeof(machine.launch->message),
@@ -346,7 +394,12 @@ inline int run(Launch& launch, std::function<void()> kernel) {
   machine.kernel = std::move(kernel);
   machine.failed = false;
   machine.random_state = launch.seed;
+  machine.late.clear();
+  for (int i = 0; i < launch.late_count; ++i) {
+    machine.late.emplace_back(launch.late[i].at, launch.late[i].at + launch.late[i].bytes);
+  }
   run_grid();
+  show_late();
   machine.kernel = nullptr;
   return machine.failed;
 }

@@ -43,15 +43,29 @@ T from_lane(const unsigned char (*slots)[SLOT_BYTES], int lane) {
 }
 
 // Complete the oldest committed groups until `left` remain.
+inline void finish(const std::vector<Copy>& group) {
+  for (const Copy& copy : group) {
+    memset(copy.to, 0, copy.bytes);
+    memcpy(copy.to, copy.from, copy.valid);
+  }
+}
+
 inline void finish_copies(size_t left) {
   auto& groups = current_thread().copies;
   while (groups.size() - 1 > left) {
-    for (const Copy& copy : groups.front()) {
-      memset(copy.to, 0, copy.bytes);
-      memcpy(copy.to, copy.from, copy.valid);
-    }
+    finish(groups.front());
     groups.erase(groups.begin());
   }
+}
+
+// Copies that are started before it read what is there before it.
+inline void wait_for_previous_grid() {
+  if (machine.launch->late_count == 0 || machine.late_is_there) return;
+  for (std::vector<Copy>& group : current_thread().copies) {
+    finish(group);
+    group.clear();
+  }
+  wait_for_late();
 }
 
 }  // namespace shim
@@ -356,6 +370,7 @@ template <int N>
 void wgmma_border(float (&)[N]) {}
 DEVICE void show_to_wgmma() {}
 
-DEVICE void wait_for_previous_grid() {}
-DEVICE void begin_grid() {}
+enum : bool { GRIDS_OVERLAP = true };
+DEVICE void wait_for_previous_grid() { shim::wait_for_previous_grid(); }
+DEVICE void begin_grid() { wait_for_previous_grid(); }
 DEVICE void start_next_grid() {}

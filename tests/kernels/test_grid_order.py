@@ -1,0 +1,113 @@
+"""What kernels do before the grid before them has ended (programmatic dependent launch): nothing with what it writes.
+
+That memory holds NaN on the host until all threads of a block have waited; one launch with and one without must agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.kernels import shim
+from tests.kernels.elements import ELEMENTS
+from tests.kernels.paged import Shape, decode_items, paged, work_list
+
+RNG = np.random.default_rng(31)
+BF16 = ELEMENTS[1]
+Array = np.ndarray[Any, Any]
+
+
+@dataclass
+class Call:
+    """A launch: its arguments, of which `out` is an array that is zero before, and the memory that is late."""
+
+    stem: str
+    entry: str
+    grid: tuple[int, ...]
+    block: int
+    args: Sequence[Any]
+    out: Array
+    late: Sequence[Array]
+    shared_bytes: int = 0
+
+    def run(self, late: Sequence[Array], schedule: str) -> Array:
+        self.out[...] = 0
+        values = [arg.ctypes.data if isinstance(arg, np.ndarray) else arg for arg in self.args]
+        tier = shim.tiers_of(self.stem)[-1]
+        shim.launch(
+            self.stem, self.entry, self.grid, self.block, values, self.shared_bytes, schedule, tier=tier, late=late
+        )
+        return self.out.copy()
+
+
+def attention(head_dim: int) -> Call:
+    """Sequences whose newest key and value are late; one has four splits for an item, and one block finds no item."""
+    shape, lengths = Shape(3, 1, head_dim, block=32), [35, 128, 520]
+    held = paged(RNG, BF16, shape, lengths)
+    q, out = BF16.normal(RNG, 3, 3 * head_dim), np.zeros((3, 3 * head_dim), dtype=np.uint16)
+    items = decode_items(lengths, most=4)
+    work = work_list(items, len(items) + 1)
+    workspace, counters = np.zeros(3 * 3 * 32 * (head_dim + 2), dtype=np.float32), np.zeros(3, dtype=np.uint32)
+    last = [(held.tables[i, (n - 1) // 32], (n - 1) % 32) for i, n in enumerate(lengths)]
+    newest = [held.cache[side, page, 0, place] for page, place in last for side in (0, 1)]
+    args = [q, *held.cached, held.tables, work, out, workspace, counters, *held.arguments, shape.scale, 0]
+    entry = f"attention_decode_d{head_dim}_bf16"
+    return Call("attention_decode", entry, (len(items) + 1, 1), 128, args, out, [q, *newest])
+
+
+def product(stem: str, depth: int) -> Call:
+    tokens, rows = 3, 48
+    x, weight = BF16.normal(RNG, tokens, depth), BF16.normal(RNG, rows, depth)
+    width = rows // 2 if stem == "linear_act_mul" else rows
+    out = np.zeros((tokens, width), dtype=np.uint16)
+    others = [BF16.normal(RNG, tokens, rows)] if stem == "linear_add" else []
+    sizes = [tokens, width, depth, *([0] if stem == "linear_act_mul" else [])]
+    args = [x, weight, 0, *others, out, *sizes, np.zeros(4096, dtype=np.float32), np.zeros(8, dtype=np.uint32)]
+    return Call(stem, f"{stem}_bf16_m8", (3, 1), 256, args, out, [x, *others], 4096 * 3 * 6)
+
+
+def norm() -> Call:
+    x, weight, out = BF16.normal(RNG, 2, 96), BF16.normal(RNG, 96), np.zeros((2, 96), dtype=np.uint16)
+    return Call("norm", "norm_bf16", (2,), 32, [x, weight, 1e-6, out, 96], out, [x])
+
+
+CALLS = {
+    "attention, 64": lambda: attention(64),
+    "attention, 128": lambda: attention(128),
+    "linear, two stages early": lambda: product("linear", 8 * 32 * 6),
+    "linear, all stages early": lambda: product("linear", 8 * 32 * 13),
+    "linear, rows that start anywhere": lambda: product("linear", 777),
+    "linear_add": lambda: product("linear_add", 8 * 32 * 13),
+    "linear_act_mul": lambda: product("linear_act_mul", 8 * 32 * 6),
+    "norm": norm,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("schedule", ["round robin", "one warp"])
+def test_what_the_grid_before_writes_is_read_behind_the_wait(name: str, schedule: str) -> None:
+    call = CALLS[name]()
+    expected = call.run([], schedule)
+    assert expected.any()
+    assert np.array_equal(call.run(call.late, schedule), expected)
+
+
+@pytest.mark.parametrize("name", ["attention, 64", "linear, two stages early"])
+def test_what_is_read_before_the_wait_shows(name: str) -> None:
+    call = CALLS[name]()
+    expected = call.run([], "round robin")
+    _, held, tables = call.args[:3]
+    # The first page of keys of the longest sequence, or weights.
+    early = held[0, tables[2, 0]] if name.startswith("attention") else held
+    found = call.run([early], "round robin")
+    assert not np.array_equal(found, expected)
+
+
+def test_a_block_that_does_not_wait_is_an_error() -> None:
+    values, sums = np.ones(64, dtype=np.float32), np.zeros(1, dtype=np.float32)
+    with pytest.raises(shim.LaunchFailed, match="ended before the grid before it"):
+        shim.launch("probe", "probe_block_sum", (1,), 64, [values.ctypes.data, sums.ctypes.data], late=[values])
