@@ -140,7 +140,7 @@ DEVICE void decode(const X* q, const C* cache, const int* block_tables, const De
   const Pages<C> pages = pages_of(cache, given.scales, block_tables, item.sequence, place.kv_head, shape);
   const Splits splits = splits_of(item.kv_length, shape.window);
   const Workspace workspace = workspace_of(given.workspace, item.sequence, place.head, shape);
-  const int64 row = (int64(item.sequence) * shape.heads + place.head) * shape.head_dim;
+  const int64 row = (int64(item.row) * shape.heads + place.head) * shape.head_dim;
   const bool alone = item.end - item.first == splits.count;
   put_queries<WIDTH>(q + row, shape.head_dim, place.rows, shape.head_dim, room.queries, thread_index(), thread_count());
   sync_block();

@@ -9,9 +9,9 @@
 // Words of an item; new tokens of a sequence that a block of attention_prefill takes at most.
 enum : int { ITEM_WORDS = 4, QUERIES = 64 };
 
-// The splits [first, end) of a sequence that brings one token.
+// The splits [first, end) of a sequence's first kv_length keys, for the query of the last of them: row `row` of the step.
 struct DecodeItem {
-  int sequence, kv_length, first, end;
+  int row, sequence, kv_length, first, end;
 };
 
 // New tokens of a sequence: rows [row, row + rows) of the step, at `position` and after.
@@ -25,7 +25,8 @@ DEVICE int item_count(const int* work) { return work[0]; }
 
 DEVICE DecodeItem decode_item(const int* work, int index) {
   const Words4 words = load_words4(work + ITEM_WORDS * (1 + index));
-  return {int(words.word[0]), int(words.word[1]), int(words.word[2]), int(words.word[3])};
+  return {int(words.word[0]), int(words.word[1]), int(words.word[2]), int(words.word[3] & 0xffff),
+          int(words.word[3] >> 16)};
 }
 
 DEVICE PrefillItem prefill_item(const int* work, int index) {
@@ -34,8 +35,8 @@ DEVICE PrefillItem prefill_item(const int* work, int index) {
 }
 
 DEVICE void put_item(int* work, int index, const DecodeItem& item) {
-  store_words4(work + ITEM_WORDS * (1 + index),
-               {{uint32(item.sequence), uint32(item.kv_length), uint32(item.first), uint32(item.end)}});
+  store_words4(work + ITEM_WORDS * (1 + index), {{uint32(item.row), uint32(item.sequence), uint32(item.kv_length),
+                                                  uint32(item.first) | uint32(item.end) << 16}});
 }
 
 DEVICE void put_item(int* work, int index, const PrefillItem& item) {

@@ -117,6 +117,7 @@ def _on_cpu(
         blocks=(size.blocks,) * len(program.cache_groups),
         block_size=config.block_size,
         vocab_limit=vocab_limit,
+        batch_invariant=config.batch_invariant,
         progress=progress,
     )
     return model, size
@@ -147,6 +148,7 @@ def _on_gpu(
         block_size=config.block_size,
         vocab_limit=vocab_limit,
         eager=config.enforce_eager,
+        batch_invariant=config.batch_invariant,
         progress=progress,
     )
     memory = config.kv_cache_memory_bytes
