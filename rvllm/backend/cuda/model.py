@@ -196,7 +196,8 @@ class CudaModel:
     def rehearse(self, free_bytes: Callable[[], int]) -> int:
         """Bytes that will be taken later, before there are caches. Loads the kernels.
 
-        By all graphs, of which one is captured and dropped, and by the sampler for sequences with penalties and biases.
+        By all graphs, the sampler's too, the largest of which are captured and dropped, and by the sampler for
+        sequences with penalties and biases.
 
         Nothing is run, so it does not matter that the caches are nowhere.
         """
@@ -218,7 +219,8 @@ class CudaModel:
                 self._device.forget(graph)
         by_rows = {padded_sequences(count, most) for count in range(1, most + 1)}
         by_tokens = {padded_tokens(count, tokens) for count in range(1, tokens + 1)}
-        return slots + max(taken, 0) * (2 * len(by_rows) + len(by_tokens))
+        drawing = self._sampler.rehearse(self._addresses[self.program.output.name], self._addresses["ids"], free_bytes)
+        return slots + max(taken, 0) * (2 * len(by_rows) + len(by_tokens)) + drawing * len(by_rows)
 
     def _send(self, step: Step) -> Bucket:
         """Copy the step to the device: its padded sizes."""
