@@ -133,7 +133,10 @@ def _on_gpu(
     from rvllm.backend.cuda.sampling import MOST_LOGPROBS
 
     if config.max_logprobs > MOST_LOGPROBS:
-        raise StartError(f"--max-logprobs {config.max_logprobs} is more than the {MOST_LOGPROBS} that a GPU lists")
+        raise StartError(
+            f"max_logprobs is {config.max_logprobs}, a GPU lists at most {MOST_LOGPROBS} tokens",
+            hint="lower it, or use the CPU, which lists as many as there are",
+        )
     dtype = gpu_dtype(config.dtype, source.config.dtype)
     length = context_length(source.config, config.max_model_len)
     kv_dtype = cache_dtype(config.kv_cache_dtype, dtype)
