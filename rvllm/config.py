@@ -32,6 +32,8 @@ class EngineConfig:
     enable_prefix_caching    keep what a prompt leaves in the cache, for prompts that begin alike
     scheduling_policy        who begins first: "fcfs" who came first, "priority" whose number is lower
     enforce_eager            launch kernels one by one instead of replaying graphs: the same bits, for debugging
+    batch_invariant          a request's bits do not depend on what else runs, how its prompt is cut, what of it is
+                             cached or whether it gave way: slower. Else only steps that decode up to 64 rows promise it
     max_num_seqs             sequences that run at once; more wait
     max_num_batched_tokens   tokens of one step; those that run get one each, the rest are for prompts
     prefill_chunk            prompts are read in pieces of this many tokens
@@ -54,6 +56,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"
     enforce_eager: bool = False
+    batch_invariant: bool = False
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     prefill_chunk: int = 512

@@ -194,14 +194,14 @@ DEVICE void decode(const X* q, const C* cache, const int* block_tables, const De
   const Pages<C> pages = pages_of(cache, given.scales, block_tables, item.sequence, place.kv_head, shape);
   const Splits splits = splits_of(item.kv_length, shape.window);
   const Workspace workspace = workspace_of(given.workspace, item.sequence, place.head, shape);
-  const int64 row = (int64(item.sequence) * shape.heads + place.head) * shape.head_dim;
+  const int64 row = (int64(item.row) * shape.heads + place.head) * shape.head_dim;
   const bool alone = item.end - item.first == splits.count;
   const float scale = shape.scale * log2_e();
   const auto is_wide = [&](int split) { return Method::TAKES_WHOLE && item.end - split >= WARPS; };
   const auto own_split = [&](int split) { return is_wide(split) ? split + warp_index() : split; };
   Method method;
   const int ahead = own_split(item.first), share = is_wide(item.first) ? 0 : warp_index();
-  method.load_ahead(pages, splits.begin_of(ahead), splits.end_of(ahead), share, item.known);
+  method.load_ahead(pages, splits.begin_of(ahead), splits.end_of(ahead), share, item.kv_length - item.fresh);
   wait_for_previous_grid();
   method.take(q + row, place.rows, shape.head_dim, room.queries);
   Round round = {item.first, 0, 0};

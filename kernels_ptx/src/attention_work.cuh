@@ -9,9 +9,10 @@
 // Words of an item; new tokens of a sequence that a block of attention_prefill takes at most.
 enum : int { ITEM_WORDS = 4, QUERIES = 64 };
 
-// The splits [first, end) of a sequence that brings one token. Its first `known` keys are from earlier steps.
+// The splits [first, end) of a sequence's first kv_length keys, for the query of the last of them: row `row` of the step.
+// This step writes none but the last `fresh` of those keys, if so many.
 struct DecodeItem {
-  int sequence, kv_length, first, end, known;
+  int row, sequence, kv_length, first, end, fresh;
 };
 
 // New tokens of a sequence: rows [row, row + rows) of the step, at `position` and after.
@@ -25,8 +26,9 @@ DEVICE int item_count(const int* work) { return work[0]; }
 
 DEVICE DecodeItem decode_item(const int* work, int index) {
   const Words4 words = load_words4(work + ITEM_WORDS * (1 + index));
-  return {int(words.word[0]), int(words.word[1]), int(words.word[2] & 0xffffu), int(words.word[2] >> 16),
-          int(words.word[3])};
+  const uint32 packed = words.word[3];
+  return {int(words.word[0]),  int(words.word[1]),       int(words.word[2]),
+          int(packed & 0x3fu), int(packed >> 6 & 0x3fu), int(packed >> 12)};
 }
 
 DEVICE PrefillItem prefill_item(const int* work, int index) {
@@ -35,8 +37,8 @@ DEVICE PrefillItem prefill_item(const int* work, int index) {
 }
 
 DEVICE void put_item(int* work, int index, const DecodeItem& item) {
-  store_words4(work + ITEM_WORDS * (1 + index), {{uint32(item.sequence), uint32(item.kv_length),
-                                                  uint32(item.first | item.end << 16), uint32(item.known)}});
+  store_words4(work + ITEM_WORDS * (1 + index), {{uint32(item.row), uint32(item.sequence), uint32(item.kv_length),
+                                                  uint32(item.first | item.end << 6) | uint32(item.fresh) << 12}});
 }
 
 DEVICE void put_item(int* work, int index, const PrefillItem& item) {

@@ -14,6 +14,8 @@
 //   their numbers; slots, block_tables, decode_work and window are the group's.
 // tokens, sequences: of the bucket, at least the step's. pieces: items of decode_work that fill the GPU; it gets at most
 //   pieces + sequences, and prefill_work at most prefill_room, behind which it has room for as many again.
+//   prefill_room 0: every token of a sequence that brings more is an item of decode_work, with all its splits, so that its
+//   bits are those it has where it is the one that its sequence brings; then it gets at most pieces + tokens.
 // bound: latency.
 // assumes: block_size 16, 32 or 64; every page of a token is in its sequence's table; 16-byte aligned lists.
 // tiers: t70 t90
@@ -153,11 +155,13 @@ DEVICE int sum_before(int value, int& total) {
   return before + upto - value;
 }
 
-enum : int { ENOUGH = 8 };  // a block for every multiprocessor is that part of the items that fill the GPU
+// A block for every multiprocessor is that part of the items that fill the GPU; rows of one sequence in a step, each of
+// which decodes, at most.
+enum : int { ENOUGH = 8, ROWS_OF_A_SEQUENCE = 32 };
 
 // One split an item, or WARPS of them where that is enough for the GPU: a warp then takes one alone. Where those are more
-// than `pieces` items, a share of them for each sequence by its splits.
-DEVICE void list_decodes(const int* kv_lengths, int decodes, int window, int pieces, int* work) {
+// than `pieces` items, a share of them for each sequence by its splits. The number of items.
+DEVICE int list_decodes(const int* kv_lengths, int decodes, int window, int pieces, int* work) {
   int own = 0, own_wide = 0, all, all_wide, listed = 0;
   for (int i = thread_index(); i < decodes; i += thread_count()) {
     const int splits = splits_of(kv_lengths[i], window).count;
@@ -181,13 +185,26 @@ DEVICE void list_decodes(const int* kv_lengths, int decodes, int window, int pie
     const int place = listed + sum_before(items, total);
     for (int i = 0; i < items; ++i) {
       put_item(work, place + i,
-               DecodeItem{sequence, kv_length, units * i / items * unit,
-                          smaller_int(splits, units * (i + 1) / items * unit), kv_length - 1});
+               DecodeItem{sequence, sequence, kv_length, units * i / items * unit,
+                          smaller_int(splits, units * (i + 1) / items * unit), ROWS_OF_A_SEQUENCE});
     }
     listed += total;
     sync_block();
   }
-  if (thread_index() == 0) work[0] = listed;
+  return listed;
+}
+
+// An item for each token of the sequences that bring more than one, behind the `listed` ones. Of a sequence's, those
+// that see the most keys come first.
+DEVICE void list_tokens(const Message& message, const Shared& shared, int window, int listed, int* work) {
+  NO_UNROLL
+  for (int token = message.decodes + thread_index(); token < message.tokens; token += thread_count()) {
+    const int sequence = owner_of(token, message, shared.query_starts);
+    const int length = shared.kv_lengths[sequence] - shared.query_starts[sequence + 1] + token + 1;
+    put_item(work, listed + message.tokens - 1 - token,
+             DecodeItem{token, sequence, length, 0, splits_of(length, window).count,
+                        token - shared.query_starts[sequence] + 1});
+  }
 }
 
 // Where an item goes among `count`: those that see more keys come first, and of equals the earlier one.
@@ -243,8 +260,14 @@ void begin_step_i32(int* message, int* ids, int* positions, int* lengths, int* k
   take_table(sent, own, max_blocks);
   sync_block();
   place_tokens(sent, shared, own, sizes);
-  list_decodes(kv_lengths, sent.decodes, window, pieces, decode_work);
-  if (group == 0) list_prefills(shared, sent.decodes, sent.sequences, prefill_room);
+  int listed = list_decodes(kv_lengths, sent.decodes, window, pieces, decode_work);
+  if (prefill_room == 0) {
+    list_tokens(sent, shared, window, listed, decode_work);
+    listed += sent.tokens - sent.decodes;
+  } else if (group == 0) {
+    list_prefills(shared, sent.decodes, sent.sequences, prefill_room);
+  }
+  if (thread_index() == 0) decode_work[0] = listed;
   sync_block();
   if (group < groups - 1 || thread_index() > 0) return;
   message[FRESH] = 0;

@@ -49,9 +49,12 @@ class CpuModel:
         blocks: tuple[int, ...],
         block_size: int,
         vocab_limit: int | None = None,
+        batch_invariant: bool = False,
         progress: Progress | None = None,
     ) -> None:
+        """batch_invariant: a token's logits, keys and values have the same bits in every step."""
         self.program = program
+        self._batch_invariant = batch_invariant
         self._vocab_limit = vocab_limit or program.output.sizes({"rows": 1})[1]
         self._weights = load_weights(program, checkpoint, progress)
         self._caches = _new_caches(program, blocks, block_size)
@@ -84,7 +87,7 @@ class CpuModel:
         arena = self._places(len(step.ids), len(step.rows))
         for op in self.program.ops:
             for part in parts(op):
-                result = define_op(part, values, self._weights, step)
+                result = define_op(part, values, self._weights, step, self._batch_invariant)
                 place = arena.get(part.out.name)
                 if place is not None:
                     np.copyto(place, result)
@@ -114,8 +117,13 @@ class CpuModel:
         return self._plans[bucket]
 
 
-def define_op(op: Plain, values: Mapping[str, Any], weights: Mapping[str, Float32], step: Step) -> Float32:
-    """One op by its definition. `values` has its inputs by name, and the caches, which RopeKV writes to."""
+def define_op(
+    op: Plain, values: Mapping[str, Any], weights: Mapping[str, Float32], step: Step, batch_invariant: bool = False
+) -> Float32:
+    """One op by its definition. `values` has its inputs by name, and the caches, which RopeKV writes to.
+
+    batch_invariant: tokens of prompts are computed as those that decode are, each by itself.
+    """
 
     def value(tensor: Tensor) -> Any:
         return weights[tensor.name] if tensor.kind is Kind.WEIGHT else values[tensor.name]
@@ -130,7 +138,8 @@ def define_op(op: Plain, values: Mapping[str, Any], weights: Mapping[str, Float3
         case Norm():
             return define.norm(value(op.x), value(op.weight), op.epsilon, dtype)
         case Linear():
-            decode = len(value(op.x)) if op.out.shape[0] == "rows" else step.decode_tokens
+            alone = batch_invariant or op.out.shape[0] == "rows"
+            decode = len(value(op.x)) if alone else step.decode_tokens
             bias = weights.get(joined_name(op.biases)) if op.biases else None
             return define.linear(value(op.x), weights[joined_name(op.weights)], bias, decode, dtype)
         case RopeKV():
@@ -141,7 +150,10 @@ def define_op(op: Plain, values: Mapping[str, Any], weights: Mapping[str, Float3
             tables, starts, lengths = value(op.block_tables), value(op.query_starts), value(op.kv_lengths)
             q, cache = value(op.q), value(op.cache)
             scales = value(op.scales) if op.scales else None
-            return define.attention(q, cache, tables, starts, lengths, op.heads, op.scale, op.window, dtype, scales)
+            heads, at_once = op.heads, 1 if batch_invariant else define.BLOCK_QUERIES
+            return define.attention(
+                q, cache, tables, starts, lengths, heads, op.scale, op.window, dtype, scales, at_once
+            )
         case ActMul():
             return define.act_mul(value(op.x), op.activation, dtype)
         case Add():

@@ -1,7 +1,7 @@
 """The meaning of every op, in numpy: whole models run on these, and every kernel is held to them.
 
 Arrays are float32 whatever a program's activation dtype; `dtype` says what each result is rounded to, at the points
-where transformers' eager code rounds. Sums are float32. A row's bits do not depend on the rows beside it (`linear`).
+where transformers' eager code rounds. Sums are float32. A decoding row's bits depend on no row beside it (`linear`).
 Caches alone hold elements of their own format (`program.dtype.STORED`), since they must not take more memory.
 """
 
@@ -132,18 +132,21 @@ def attention(
     window: int | None,
     dtype: DType,
     scales: Float32 | None = None,
+    at_once: int = BLOCK_QUERIES,
 ) -> Float32:
     """Causal attention over the paged cache, sequence by sequence; shapes as in ops.Attention.
 
     Weights are rounded to `dtype` before they meet the values, and so is the result. With `scales` the cache holds
     codes: a score is multiplied by its key's scale, and a weight by its value's before that rounding, which is to bf16
     then, for half's exponents do not reach down to such products (but with float32 there is none, as ever).
+    at_once: queries of a sequence that attend together, which is part of the bits; with 1, they follow from a query's
+    own position.
     """
     out = np.empty_like(q)
     for sequence, kv_length in enumerate(kv_lengths.tolist()):
         begin, end = query_starts[sequence], query_starts[sequence + 1]
-        for start in range(begin, end, BLOCK_QUERIES):
-            stop = min(start + BLOCK_QUERIES, end)
+        for start in range(begin, end, at_once):
+            stop = min(start + at_once, end)
             seen = kv_length - (end - stop)  # tokens up to the last query of this block
             first = 0 if window is None else max(0, seen - (stop - start) - window + 1)
             pages = load(_gather(cache, block_tables[sequence], first, seen))

@@ -12,7 +12,7 @@ from rvllm.bench.runs import Ids, Run, Stepping, Workload, run
 from rvllm.errors import WrongOutput
 
 MOST_ROWS = 64
-"""Up to here the engine promises a decoding row the same bits alone and in a batch."""
+"""Up to here the engine promises a decoding row the same bits alone and in a batch, if it does not promise more."""
 
 PROMPT_TOKENS = (3, 40, 1, 200)
 AFTER_PROMPTS, AFTER_ONE = 8, 36  # tokens of output; 36 after one token cross the border of a cache block of 32
@@ -20,7 +20,14 @@ _HINT = "no figure is printed; `rvllm doctor --check MODEL` names the op that is
 
 
 def check_outputs(
-    engine: Stepping, workload: Workload, *, vocab: int, rows: int, max_tokens: int, max_prompt: int
+    engine: Stepping,
+    workload: Workload,
+    *,
+    vocab: int,
+    rows: int,
+    max_tokens: int,
+    max_prompt: int,
+    batch_invariant: bool = False,
 ) -> int:
     """Raise WrongOutput where the engine breaks a promise; the number of tokens that were looked at.
 
@@ -28,8 +35,9 @@ def check_outputs(
     together (up to `rows`, at most MOST_ROWS) draw what each draws alone: prompts of one token do nothing but decode.
     `max_tokens`: the longest prompt and output together; `max_prompt`: the longest prompt that the engine reads anew
     each time: what it finds in its cache may have been read with other neighbours, and so with other roundings.
+    batch_invariant: so must prompts of any length, and rows beyond MOST_ROWS.
     """
-    rows = min(rows, MOST_ROWS)
+    rows = rows if batch_invariant else min(rows, MOST_ROWS)
     longest = min(max_prompt, max_tokens - 1)
     lengths = [min(PROMPT_TOKENS[place % len(PROMPT_TOKENS)], longest) for place in range(min(rows, 8))]
     # Each gets as many as the longest leaves room for: a context may be tiny.
@@ -37,6 +45,9 @@ def check_outputs(
     prompts = workload.prompts(lengths)
     told = _outputs(engine, workload, prompts, output, vocab, logprobs=1)
     _compare(_outputs(engine, workload, prompts, output, vocab), told, "a prompt read a second time")
+    for place in range(len(prompts) if batch_invariant else 0):
+        alone = _outputs(engine, workload, prompts[place : place + 1], output, vocab)
+        _compare(told[place : place + 1], alone, f"prompt {place} of {len(prompts)}, against the prompt alone")
     ones = workload.single_tokens(rows)
     output = min(AFTER_ONE, max_tokens - 1)
     batch = _outputs(engine, workload, ones, output, vocab)

@@ -67,8 +67,10 @@ def check_model(
     name: str,
     device: Device,
     progress: Progress | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> CheckReport:
-    """Run the canned steps op by op on `device`, called `name`; the dtypes are EngineConfig's. Raises StartError."""
+    """Run the canned steps op by op on `device`, called `name`; settings are EngineConfig's. Raises StartError."""
     activations = gpu_dtype(dtype, source.config.dtype)
     length = context_length(source.config, min(PROMPT + DECODES + 1, source.config.max_position))
     kv_dtype = cache_dtype(kv_cache_dtype, activations)
@@ -84,6 +86,7 @@ def check_model(
         block_size=BLOCK_SIZE,
         vocab_limit=source.config.vocab_size,
         eager=True,
+        batch_invariant=batch_invariant,
         progress=progress,
     )
     checker = Checker(model, checkpoint)

@@ -69,9 +69,11 @@ def prepare(settings: Mapping[str, Any], sequences: int, tokens: int, talk: Talk
     longest = engine.limits.max_model_len
     need_context(tokens, longest, "raise --kv-cache-memory-bytes or")
     workload = Workload(vocab, config.seed or 0)
+    invariant = config.batch_invariant
     # Of a prompt that is kept for others, only whole blocks are.
-    fresh = config.block_size - 1 if reuses(config) else longest
-    equal = check_outputs(engine, workload, vocab=vocab, rows=sequences, max_tokens=longest, max_prompt=fresh)
+    fresh = config.block_size - 1 if reuses(config) and not invariant else longest
+    sizes = {"vocab": vocab, "rows": sequences, "max_tokens": longest, "max_prompt": fresh}
+    equal = check_outputs(engine, workload, **sizes, batch_invariant=invariant)
     facts["checks"].insert(0, f"{equal:,} tokens equal when drawn again and alone")
     limits = Limits(gpu_program(source, config), card) if card else None
     gc.collect()
@@ -136,7 +138,7 @@ def place_facts(config: EngineConfig, source: Source) -> dict[str, Any]:
             name: getattr(config, name)
             for name in (
                 *("device", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "enforce_eager"),
-                *("kv_cache_dtype", "kv_cache_memory_bytes", "gpu_memory_utilization", "seed"),
+                *("batch_invariant", "kv_cache_dtype", "kv_cache_memory_bytes", "gpu_memory_utilization", "seed"),
             )
         },
     }
@@ -158,7 +160,8 @@ def check_ops(source: Source, config: EngineConfig, gpu: GpuDevice, progress: Pr
     lent = Lent(gpu)
     try:
         few, device = two_layers(source), cast(GpuDevice, lent)
-        report = check.check_model(few, config.dtype, config.kv_cache_dtype, "", device, progress)
+        dtypes, invariant = (config.dtype, config.kv_cache_dtype), config.batch_invariant
+        report = check.check_model(few, *dtypes, "", device, progress, batch_invariant=invariant)
     finally:
         lent.give_back()
     if report.wrong:

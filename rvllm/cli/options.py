@@ -170,6 +170,7 @@ engine_settings = chain(
         "gpu_memory_utilization", type=click.FloatRange(0.01, 1.0), show_default=True, help="Share of a GPU to use."
     ),
     setting("enforce_eager", is_flag=True, help="Launch kernels one by one, not as graphs: for debugging."),
+    setting("batch_invariant", is_flag=True, help="The same bits for a request whatever else runs; slower."),
     setting("offline", is_flag=True, help="Never fetch the default model."),
 )
 """Options that become EngineConfig's fields, but for the model and its text."""

@@ -117,6 +117,7 @@ def _on_cpu(
         blocks=(size.blocks,) * len(program.cache_groups),
         block_size=config.block_size,
         vocab_limit=vocab_limit,
+        batch_invariant=config.batch_invariant,
         progress=progress,
     )
     return model, size
@@ -132,7 +133,10 @@ def _on_gpu(
     from rvllm.backend.cuda.sampling import MOST_LOGPROBS
 
     if config.max_logprobs > MOST_LOGPROBS:
-        raise StartError(f"--max-logprobs {config.max_logprobs} is more than the {MOST_LOGPROBS} that a GPU lists")
+        raise StartError(
+            f"max_logprobs is {config.max_logprobs}, a GPU lists at most {MOST_LOGPROBS} tokens",
+            hint="lower it, or use the CPU, which lists as many as there are",
+        )
     dtype = gpu_dtype(config.dtype, source.config.dtype)
     length = context_length(source.config, config.max_model_len)
     kv_dtype = cache_dtype(config.kv_cache_dtype, dtype)
@@ -147,6 +151,7 @@ def _on_gpu(
         block_size=config.block_size,
         vocab_limit=vocab_limit,
         eager=config.enforce_eager,
+        batch_invariant=config.batch_invariant,
         progress=progress,
     )
     memory = config.kv_cache_memory_bytes

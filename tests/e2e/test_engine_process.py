@@ -244,6 +244,33 @@ def test_what_is_not_through_in_time_is_told_so() -> None:
         assert child.stop() == 0
 
 
+def test_of_two_shutdowns_the_earlier_end_counts_and_all_fronts_are_told_what_was_cut() -> None:
+    """Of the second front's requests one runs, the other waits for its turn."""
+    with running("pause_s=0.002", max_num_seqs=3) as (child, client):
+        second = EngineClient(link_to(child.address))
+        streams = [
+            each.submit([counting(f"{name}-{index}", 0, MANY) for index in range(2)])
+            for name, each in (("mine", client), ("its", second))
+        ]
+        client.receive()
+        second.receive()
+        client.shutdown(drain_s=LIMIT_S)
+        while not second.stopping:
+            second.receive()
+        client.shutdown(drain_s=0.05)
+        client.shutdown(drain_s=LIMIT_S)
+        started_s = time.monotonic()
+        client.wait()
+        second.wait()
+        assert time.monotonic() - started_s < DEATH_S
+        begun = [bool(stream.take()) for each in streams for stream in each if stream._events]
+        assert begun == [True] * 3
+        for stream in (one for each in streams for one in each):
+            with pytest.raises(EngineError, match="was shut down before the request was through"):
+                stream.take()
+        assert child.stop() == 0
+
+
 def test_sigterm_lets_requests_run_out_and_sigint_does_nothing() -> None:
     with running("pause_s=0.002") as (child, client):
         (stream,) = client.submit([counting("a", 0, 100)])

@@ -38,7 +38,7 @@ of two tokens' logits one may move up and the other down."""
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A device with its name, "shim" | "cuda", and the Python API on it."""
+    """A device with its name, "shim" | "cuda", or "cpu" without one, and the Python API on it."""
 
     name: str
     device: Device
@@ -46,7 +46,8 @@ class Backend:
     def llm(self, folder: Path, **settings: Any) -> LLM:
         """A model with small steps, so that prompts are read in pieces."""
         sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 96, "prefill_chunk": 32, "kv_cache_memory_bytes": 4 << 20}
-        return LLM(str(folder), device="cuda", warn=lambda message: None, **(sizes | settings))
+        device = "cpu" if self.name == "cpu" else "cuda"
+        return LLM(str(folder), device=device, warn=lambda message: None, **(sizes | settings))
 
 
 def on_devices(cases: list[str], on_host: list[str]) -> list[Any]:
@@ -74,24 +75,36 @@ def cuda_model(
     eager: bool = False,
     places: int = PLACES,
     kv_dtype: DType | None = None,
+    tokens: int = 128,
+    batch_invariant: bool = False,
 ) -> CudaModel:
     program = fuse(record(source, dtype=dtype, kv_dtype=kv_dtype or dtype, max_length=length), FUSIONS)
     return CudaModel(
         program,
         weights_for(source, program),
         device,
-        limits=StepLimits(128, places, blocks_for(length, BLOCK)),
+        limits=StepLimits(tokens, places, blocks_for(length, BLOCK)),
         blocks=(places * blocks_for(length, BLOCK),) * len(program.cache_groups),
         block_size=BLOCK,
         vocab_limit=source.config.vocab_size,
         eager=eager,
+        batch_invariant=batch_invariant,
     )
 
 
-def cpu_model(source: Source, dtype: DType, length: int = 64, kv_dtype: DType | None = None) -> CpuModel:
+def cpu_model(
+    source: Source,
+    dtype: DType,
+    length: int = 64,
+    kv_dtype: DType | None = None,
+    *,
+    places: int = PLACES,
+    batch_invariant: bool = False,
+) -> CpuModel:
     program = record(source, dtype=dtype, kv_dtype=kv_dtype or dtype, max_length=length)
-    blocks = (PLACES * blocks_for(length, BLOCK),) * len(program.cache_groups)
-    return CpuModel(program, weights_for(source, program), blocks=blocks, block_size=BLOCK)
+    blocks = (places * blocks_for(length, BLOCK),) * len(program.cache_groups)
+    weights = weights_for(source, program)
+    return CpuModel(program, weights, blocks=blocks, block_size=BLOCK, batch_invariant=batch_invariant)
 
 
 def sequence(

@@ -14,10 +14,11 @@ import pytest
 from rvllm.backend.cuda.kernels import Device
 from rvllm.backend.cuda.sampling import MOST_LOGPROBS, DeviceSampler
 from rvllm.backend.cuda.slots import Slots, _Slot
+from rvllm.errors import BadRequest, StartError
 from rvllm.program.dtype import Float32
 from rvllm.sampling.params import SamplingParams
 from rvllm.sampling.sampler import Sampled, SamplingRow, needs_last_token, sample_rows
-from tests.fixtures.models import Shape, random_model
+from tests.fixtures.models import Shape, loop_model, random_model
 from tests.gpu.running import BOTH, Backend
 from tests.kernels.host_device import HostDevice
 
@@ -176,6 +177,22 @@ def test_rows_of_a_prompt_are_told_and_touch_no_slot() -> None:
     rows = [SamplingRow(params, 1, place, given_id=7 * place, slot=1) for place in range(3)]
     agree(bench.draw(logits, [*rows, running.row()]), sample_rows(logits, [*rows, running.row()], LIMIT))
     assert device.launched == ["sample_scan", "sample_bound", "sample_weigh", "sample_finish"]
+
+
+@pytest.mark.parametrize("backend", BOTH, indirect=True)
+def test_more_log_probabilities_than_a_gpu_lists_are_refused_at_the_start_or_with_the_request(
+    backend: Backend, tmp_path: Path
+) -> None:
+    folder = loop_model(tmp_path).folder
+    with pytest.raises(StartError, match="max_logprobs is 21, a GPU lists at most 20 tokens"):
+        backend.llm(folder, max_logprobs=MOST_LOGPROBS + 1)
+    llm = backend.llm(folder, max_logprobs=MOST_LOGPROBS)
+    for name in ("logprobs", "prompt_logprobs"):
+        with pytest.raises(BadRequest, match=f"{name} is 21, the limit is 20"):
+            llm.generate("xyz", SamplingParams(max_tokens=1, **{name: MOST_LOGPROBS + 1}))
+    asked = SamplingParams(temperature=0, max_tokens=1, logprobs=MOST_LOGPROBS)
+    (told,) = llm.generate("xyz", asked)[0].outputs[0].logprobs or ()
+    assert len(told) == MOST_LOGPROBS
 
 
 def test_no_step_launches_more_kernels_than_its_rows_need() -> None:

@@ -157,18 +157,34 @@ def work_list(items: Sequence[tuple[int, int, int, int]], room: int) -> Int32:
     return words
 
 
-def decode_item(sequence: int, length: int, first: int, end: int) -> tuple[int, int, int, int]:
-    """The words of a DecodeItem: splits [first, end), and how many keys are from earlier steps."""
-    return sequence, length, first | end << 16, length - 1
+def decode_item(
+    row: int, sequence: int, length: int, first: int, end: int, fresh: int = 32
+) -> tuple[int, int, int, int]:
+    """The words of splits [first, end) for the query of a row, the last of its sequence's first `length` tokens.
+
+    fresh: of these tokens' keys this step writes the last so many, at the most.
+    """
+    return row, sequence, length, first | end << 6 | fresh << 12
 
 
 def decode_items(lengths: Sequence[int], window: int = 0, most: int = 1) -> list[tuple[int, int, int, int]]:
-    """Items of sequences that bring one token, `most` splits an item; none of length 0."""
+    """Of sequences that bring one token, `most` splits an item; none of length 0."""
     return [
-        decode_item(sequence, length, first, min(first + most, splits_of(length, window)))
+        decode_item(sequence, sequence, length, first, min(first + most, splits_of(length, window)))
         for sequence, length in enumerate(lengths)
         if length
         for first in range(0, splits_of(length, window), most)
+    ]
+
+
+def token_items(lengths: Sequence[int], counts: Sequence[int], window: int = 0) -> list[tuple[int, int, int, int]]:
+    """One item for each of the last `counts` tokens of sequences that bring more than one, with all its splits."""
+    starts = np.cumsum([0, *counts]).tolist()
+    return [
+        decode_item(starts[sequence] + place, sequence, seen, 0, splits_of(seen, window), place + 1)
+        for sequence, (length, count) in enumerate(zip(lengths, counts))
+        if count > 1
+        for place, seen in enumerate(range(length - count + 1, length + 1))
     ]
 
 

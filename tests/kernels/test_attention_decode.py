@@ -12,7 +12,7 @@ import pytest
 
 from tests.kernels.device import Argument, Device
 from tests.kernels.elements import Bits, Element, poison
-from tests.kernels.paged import NO_BLOCK, Paged, Shape, bound, decode_items, paged, splits_of, work_list
+from tests.kernels.paged import NO_BLOCK, Paged, Shape, bound, decode_items, paged, splits_of, token_items, work_list
 
 STEM = "attention_decode"
 RNG = np.random.default_rng(11)
@@ -149,6 +149,27 @@ def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch(device: Device, el
     for row in (0, 1, 3):
         one = Paged(shape, held.lengths[row : row + 1], held.cache, held.tables[row : row + 1], [], [])
         assert np.array_equal(run(device, element, q[row : row + 1], one, tier=tier)[0], together[row])
+
+
+@pytest.mark.parametrize("codes", [False, True], ids=["values", "codes"])
+def test_a_token_of_a_prompt_has_the_bits_that_it_has_when_its_sequence_ends_with_it(
+    device: Device, element: Element, tier: str, codes: bool
+) -> None:
+    """What follows it in the cache, which is more than it may see, changes nothing."""
+    shape, lengths, counts = Shape(7, 1, 64), [260, 200], [1, 3]
+    held = paged(RNG, element, shape, lengths, codes=codes)
+    q = queries(element, shape, 4)
+    workspace, counters = scratch(shape, 2)
+    out = poison(*q.shape)
+    items = decode_items(lengths[:1]) + token_items(lengths, counts)
+    work = work_list([items[place] for place in RNG.permutation(len(items))], len(items))
+    args: list[Argument] = [q, *held.cached, held.tables, work, out, workspace, counters, *held.arguments]
+    stem = held.over(STEM)
+    grid = (len(items), packs(shape))
+    device.run(stem, entry(stem, element, shape), grid, 128, [*args, shape.scale, 0], tier=tier)
+    for row, (sequence, length) in enumerate([(0, 260), (1, 198), (1, 199), (1, 200)]):
+        one = replace(held, lengths=np.array([length], dtype=np.int32), tables=held.tables[sequence : sequence + 1])
+        assert np.array_equal(run(device, element, q[row : row + 1], one, tier=tier)[0], out[row]), row
 
 
 def test_the_same_workspace_and_counters_serve_again_and_again(device: Device, element: Element, tier: str) -> None:

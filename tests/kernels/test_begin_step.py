@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.device import Argument, Device
-from tests.kernels.paged import Int32, decode_item, decode_items, prefill_items, splits_of
+from tests.kernels.paged import Int32, decode_item, decode_items, prefill_items, splits_of, token_items
 
 STEM = "begin_step"
 RNG = np.random.default_rng(21)
@@ -75,9 +75,10 @@ class State:
     slots: list[Int32] = field(default_factory=list)
     tables: list[Int32] = field(default_factory=list)
     decode_work: list[Int32] = field(default_factory=list)
+    room: int = ROOM
 
     @staticmethod
-    def empty() -> State:
+    def empty(room: int = ROOM) -> State:
         def unset(*shape: int) -> Int32:
             return np.full(shape, UNSET, dtype=np.int32)
 
@@ -85,14 +86,15 @@ class State:
         shared = {name: unset(MOST_TOKENS) for name in tokens}
         shared |= {"kv_lengths": unset(MOST_SEQUENCES), "floors": unset(MOST_SEQUENCES)}
         shared |= {"query_starts": unset(MOST_SEQUENCES + 1), "rows": unset(MOST_SEQUENCES)}
-        shared["prefill_work"] = unset(1 + 2 * ROOM, 4)
+        shared["prefill_work"] = unset(1 + 2 * room, 4)
         groups = range(len(WINDOWS))
         return State(
             unset(8 + 4 * MOST_SEQUENCES + MOST_TOKENS + len(WINDOWS) * MOST_SEQUENCES * MOST_BLOCKS),
             shared,
             [unset(MOST_TOKENS) for _ in groups],
             [unset(MOST_SEQUENCES, MOST_BLOCKS) for _ in groups],
-            [unset(1 + PIECES + MOST_SEQUENCES, 4) for _ in groups],
+            [unset(1 + PIECES + (MOST_SEQUENCES if room else MOST_TOKENS), 4) for _ in groups],
+            room,
         )
 
     def send(self, parts: list[Int32 | list[int]]) -> None:
@@ -112,7 +114,7 @@ class State:
         for group, window in enumerate(WINDOWS):
             args: list[Argument] = [self.message, *self.shared.values()]
             args += [self.slots[group], self.tables[group], self.decode_work[group], group, len(WINDOWS), window]
-            args += [tokens, MOST_SEQUENCES, MOST_BLOCKS, BLOCK, PIECES, ROOM]
+            args += [tokens, MOST_SEQUENCES, MOST_BLOCKS, BLOCK, PIECES, self.room]
             device.run(STEM, "begin_step_i32", (1,), block, args)
 
     def check(self, step: Sequences, rows: Int32, bucket: int) -> None:
@@ -128,6 +130,9 @@ class State:
             held = step.tables[group]
             assert np.array_equal(self.tables[group][: len(held), : held.shape[1]], held)
             self.check_decodes(step, group, window)
+        if self.room == 0:
+            assert np.all(self.shared["prefill_work"] == UNSET)
+            return
         found = listed(self.shared["prefill_work"])
         assert sorted(found) == sorted(prefill_items(step.kv_lengths, step.counts, step.decodes))
         keys = [position + rows for _, rows, position, _ in found]
@@ -136,11 +141,20 @@ class State:
     def check_decodes(self, step: Sequences, group: int, window: int) -> None:
         """Every split of every sequence once, in about PIECES items, four an item where there are enough of those."""
         found = listed(self.decode_work[group])
+        if self.room == 0:
+            tokens = token_items(step.kv_lengths, step.counts, window)
+            first = len(found) - len(tokens)
+            assert sorted(found[first:]) == tokens
+            for sequence in range(len(step.counts)):  # those that take long begin first
+                seen = [length for _, owner, length, _ in found[first:] if owner == sequence]
+                assert seen == sorted(seen, reverse=True)
+            found = found[:first]
         lengths = step.kv_lengths[: step.decodes]
+        ranges = [(splits & 0x3F, splits >> 6 & 0x3F) for _, _, _, splits in found]
         single = [
-            decode_item(sequence, length, split, split + 1)
-            for sequence, length, splits, _ in found
-            for split in range(splits & 0xFFFF, splits >> 16)
+            decode_item(row, sequence, length, split, split + 1)
+            for (row, sequence, length, _), (first, end) in zip(found, ranges)
+            for split in range(first, end)
         ]
         assert single == decode_items(lengths, window)
         counts = [splits_of(length, window) for length in lengths]
@@ -148,11 +162,9 @@ class State:
         unit = 4 if fours * 8 >= PIECES else 1
         units = fours if unit == 4 else sum(counts)
         assert len(found) == units if units <= PIECES else len(found) <= PIECES + step.decodes
-        assert all((splits & 0xFFFF) % unit == 0 for _, _, splits, _ in found)
-        shares = [(splits >> 16) - (splits & 0xFFFF) for _, _, splits, _ in found]
-        assert all(own > 0 for own in shares)
+        assert all(first % unit == 0 and end > first for first, end in ranges)
         share = units / PIECES  # as even as whole units can be
-        assert all(own < (share + 1) * unit for own in shares)
+        assert all(end - first < (share + 1) * unit for first, end in ranges)
 
 
 def listed(work: Int32) -> list[tuple[int, ...]]:
@@ -178,6 +190,19 @@ def test_a_fresh_step_is_laid_out_and_its_work_is_listed(
     state.check(step, rows, bucket)
     assert np.array_equal(state.shared["ids"][: len(ids)], ids)
     assert state.message[0] == 0 and state.message[5] == 0
+
+
+@pytest.mark.parametrize(("decodes", "prompts"), [(0, [300]), (2, [2, 64, 65, 200]), (20, [3])])
+def test_without_room_for_prompts_their_tokens_are_work_of_decoding(
+    device: Device, decodes: int, prompts: list[int]
+) -> None:
+    step, state = sequences(decodes, prompts), State.empty(room=0)
+    rows = step.starts[1:] - 1
+    state.send_fresh(step, random_ids(sum(step.counts)), rows)
+    state.begin(device, 512, 64)
+    state.check(step, rows, 512)
+    state.begin(device, 96)
+    state.check(step.next(step.tables), np.arange(len(step.counts), dtype=np.int32), 96)
 
 
 def test_many_prompts_of_equal_length_are_listed_in_their_order(device: Device) -> None:

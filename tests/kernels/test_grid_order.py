@@ -14,7 +14,7 @@ import pytest
 
 from tests.kernels import shim
 from tests.kernels.elements import ELEMENTS
-from tests.kernels.paged import Shape, decode_items, paged, work_list
+from tests.kernels.paged import Shape, decode_items, paged, token_items, work_list
 
 RNG = np.random.default_rng(31)
 BF16 = ELEMENTS[1]
@@ -59,6 +59,20 @@ def attention(head_dim: int) -> Call:
     return Call("attention_decode", entry, (len(items) + 1, 1), 128, args, out, [q, *newest])
 
 
+def chunk_of_a_prompt() -> Call:
+    """A prompt whose last 40 tokens decode, each by itself; the keys and values of all of them are late."""
+    shape, length, count = Shape(3, 1, 64, block=32), 520, 40
+    held = paged(RNG, BF16, shape, [length])
+    q, out = BF16.normal(RNG, count, 3 * 64), np.zeros((count, 3 * 64), dtype=np.uint16)
+    items = token_items([length], [count])
+    work = work_list(items, count)
+    workspace, counters = np.zeros(3 * 32 * 66, dtype=np.float32), np.zeros(1, dtype=np.uint32)
+    pages = [(held.tables[0, 15], slice(0, 32)), (held.tables[0, 16], slice(0, 8))]
+    newest = [held.cache[side, page, 0, places] for page, places in pages for side in (0, 1)]
+    args = [q, *held.cached, held.tables, work, out, workspace, counters, *held.arguments, shape.scale, 0]
+    return Call("attention_decode", "attention_decode_d64_bf16", (count, 1), 128, args, out, [q, *newest])
+
+
 def product(stem: str, depth: int) -> Call:
     tokens, rows = 3, 48
     x, weight = BF16.normal(RNG, tokens, depth), BF16.normal(RNG, rows, depth)
@@ -78,6 +92,7 @@ def norm() -> Call:
 CALLS = {
     "attention, 64": lambda: attention(64),
     "attention, 128": lambda: attention(128),
+    "attention, a chunk of a prompt": chunk_of_a_prompt,
     "linear, two stages early": lambda: product("linear", 8 * 32 * 6),
     "linear, all stages early": lambda: product("linear", 8 * 32 * 13),
     "linear, rows that start anywhere": lambda: product("linear", 777),

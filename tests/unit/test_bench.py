@@ -225,6 +225,20 @@ def test_an_engine_that_does_not_is_refused_by_name(engine: Clockwork, said: str
         check_outputs(engine, Workload(VOCAB, 0), vocab=VOCAB, rows=256, max_tokens=4096, max_prompt=4096)
 
 
+def test_what_is_promised_everywhere_is_looked_for_among_prompts_and_in_large_batches() -> None:
+    def crowded(request: Request, place: int, together: int) -> int:
+        return 5 if together > 64 else plain(request, place, together)
+
+    def read(request: Request, place: int, together: int) -> int:
+        return together if len(request.prompt_ids) > 1 else plain(request, place, together)
+
+    for draw, said in ((crowded, "row 0 of a batch of 256"), (read, "prompt 0 of 8, against the prompt alone")):
+        sizes = {"vocab": VOCAB, "rows": 256, "max_tokens": 4096, "max_prompt": 4096}
+        check_outputs(Clockwork(draw=draw), Workload(VOCAB, 0), **sizes)
+        with pytest.raises(WrongOutput, match=said):
+            check_outputs(Clockwork(draw=draw), Workload(VOCAB, 0), **sizes, batch_invariant=True)
+
+
 def test_a_speed_beyond_the_limit_is_refused(start: Callable[..., Bench]) -> None:
     slow = limits_of("qwen2-tied", Device("slow", 1 << 30, 1000.0, 1e12))
     for cell in (Cell(2, 8, (2, 10)), Cell(2, 8, (10,))):

@@ -79,7 +79,7 @@ class Checker:
         if isinstance(op, Linear) and op.out.dtype is F32:
             matrix, bias = weights[joined_name(op.weights)], weights.get(joined_name(op.biases))
             worst = product_roundings(self._model.read(op.out, step), values[op.x.name], matrix, bias)
-            return Difference(op.out.name, _kernel(op, step), worst)
+            return Difference(op.out.name, self._kernel(op, step), worst)
         for part in parts(op):
             values[part.out.name] = define_op(part, values, weights, step)
         out = parts(op)[-1].out
@@ -87,7 +87,13 @@ class Checker:
         for part in parts(op):
             if isinstance(part, RopeKV):  # it writes to the cache, too
                 worst = max(worst, self._written(part, values, step))
-        return Difference(out.name, _kernel(op, step), worst)
+        return Difference(out.name, self._kernel(op, step), worst)
+
+    def _kernel(self, op: Op, step: Step) -> str:
+        """The stem of the op's kernel at this step's size: products have one for few tokens, one for many."""
+        stem = kernel_stem(op)
+        few = self._model.batch_invariant or step.sizes[str(op.out.shape[0])] <= LINEAR_TOKENS
+        return stem if few or not stem.startswith("linear") else stem.replace("linear", "gemm", 1)
 
     def _written(self, op: RopeKV, values: dict[str, Any], step: Step) -> float:
         """How far the cache is from what it should hold. Codes and their scales have one right value each."""
@@ -115,13 +121,6 @@ class Checker:
         if name in self._shared:
             self._kept[name] = matrix
         return matrix
-
-
-def _kernel(op: Op, step: Step) -> str:
-    """The stem of the op's kernel at this step's size: products have one for few tokens, one for many."""
-    stem = kernel_stem(op)
-    few = step.sizes[str(op.out.shape[0])] <= LINEAR_TOKENS
-    return stem if few or not stem.startswith("linear") else stem.replace("linear", "gemm", 1)
 
 
 def _coarsest(op: Op) -> DType:

@@ -78,6 +78,9 @@ class Target:
     counters: int
     multiprocessors: int
     tier: str
+    batch_invariant: bool = False
+    """Whether a token has the bits that it has alone in every step: products keep `linear`'s order of sums, and tokens
+    of prompts attend as decoding does."""
 
     @property
     def tensor_cores(self) -> bool:
@@ -91,7 +94,7 @@ def lower(op: Op, target: Target) -> list[Launch]:
         return _plain(op, target)
     first, last = op.parts
     assert op.kernel in FUSIONS and isinstance(first, Linear), op
-    return [_linear(first, last, target)]
+    return _linear(first, last, target)
 
 
 def suffix(dtype: DType) -> str:
@@ -167,33 +170,46 @@ def _(op: RopeKV, target: Target) -> list[Launch]:
 
 @_plain.register
 def _(op: Linear, target: Target) -> list[Launch]:
-    return [_linear(op, None, target)]
+    return _linear(op, None, target)
 
 
-def _linear(op: Linear, after: object, target: Target) -> Launch:
+def _linear(op: Linear, after: object, target: Target) -> list[Launch]:
     """A product with what follows it in the same kernel: nothing, ActMul, or Add (then the other addend is read)."""
-    rows, depth = sum(weight.sizes({})[0] for weight in op.weights), _width(op.x)
-    tokens = _rows(op.out, target.bucket)
-    few = tokens <= LINEAR_TOKENS
+    tokens, depth = _rows(op.out, target.bucket), _width(op.x)
     wide = target.tier == "t90a" and depth % 8 == 0 and tokens > WIDE_TOKENS
+    at_once = tokens
+    if target.batch_invariant and tokens > LINEAR_TOKENS:
+        at_once = _wide_tokens(op, after, target) if wide else LINEAR_TOKENS
+    return [
+        _product(op, after, target, first, min(at_once, tokens - first), wide) for first in range(0, tokens, at_once)
+    ]
+
+
+def _product(op: Linear, after: object, target: Target, begin: int, tokens: int, wide: bool) -> Launch:
+    """The product of tokens [begin, begin + tokens)."""
+    rows, depth = sum(weight.sizes({})[0] for weight in op.weights), _width(op.x)
+    few = tokens <= LINEAR_TOKENS
     bias = target.address(joined_name(op.biases)) if op.biases else 0
-    inputs = [target.address(op.x.name), target.address(joined_name(op.weights)), bias]
+
+    def address(tensor: Tensor) -> int:
+        return target.address(tensor.name) + begin * tensor.dtype.nbytes(_width(tensor))
+
+    inputs = [address(op.x), target.address(joined_name(op.weights)), bias]
     if isinstance(after, ActMul):
         name, out, tiles = "act_mul", after.out, 16 * _covering(rows // 2, 8)
         values: tuple[int | float, ...] = (tokens, rows // 2, depth, ACTIVATIONS[after.activation])
     elif isinstance(after, Add):
         name, out, tiles = "add", after.out, rows
-        inputs.append(target.address((after.y if after.x == op.out else after.x).name))
+        inputs.append(address(after.y if after.x == op.out else after.x))
         values = (tokens, rows, depth)
     else:
         name, out, tiles = ("f32" if op.out.dtype is F32 else ""), op.out, rows
         values = (tokens, rows, depth)
     stem = "_".join(filter(None, ("linear" if few and not wide else "gemm", name)))
     entry = f"{stem}_{suffix(op.x.dtype)}"
-    arguments = (*inputs, target.address(out.name), *values)
+    arguments = (*inputs, address(out), *values)
     if wide:
-        slots = 128 * _covering(rows // 2, 64) if isinstance(after, ActMul) else rows
-        return _wide(stem, suffix(op.x.dtype), tokens, tiles, slots, depth, arguments, target)
+        return _wide(stem, suffix(op.x.dtype), tokens, tiles, _wide_slots(rows, after), depth, arguments, target)
     if few:
         return _streaming(stem, entry, tokens, tiles, depth, arguments, target)
     return _tiled(stem, entry, tokens, rows, arguments, target)
@@ -244,7 +260,7 @@ def _wide(
 
     Tiles of 64 tokens have the bits of linear, two of their blocks fit on a multiprocessor.
     """
-    most = next((size for size in (64, 128) if tokens <= size), 256)
+    most = 64 if target.batch_invariant else next((size for size in (64, 128) if tokens <= size), 256)
     at_once = target.multiprocessors * (2 if most == 64 else 1)
     tiles = _covering(tokens, most) * _covering(slots, WIDE_SLOTS)
     splits = _depth_parts(rows, depth) if most == 64 else 1
@@ -261,9 +277,27 @@ def _wide(
     return Launch(f"{stem}_t90a", entry, grid, 256, WIDE_SHARED_BYTES[most], (*arguments, *where))
 
 
+def _wide_slots(rows: int, after: object) -> int:
+    """Slots of gemm_t90a.cu for a weight of so many rows: act_mul has 64 gate rows and their 64 up rows in a tile."""
+    return WIDE_SLOTS * _covering(rows // 2, WIDE_SLOTS // 2) if isinstance(after, ActMul) else rows
+
+
+def _wide_tokens(op: Linear, after: object, target: Target) -> int:
+    """How many tokens gemm_t90a.cu takes at a time in tiles of 64: where all are cut, their parts need workspace."""
+    rows, depth = sum(weight.sizes({})[0] for weight in op.weights), _width(op.x)
+    splits = _depth_parts(16 * _covering(rows // 2, 8) if isinstance(after, ActMul) else rows, depth)
+    if splits == 1:
+        return _rows(op.out, target.bucket)
+    tiles = max(1, WIDE_MULTIPROCESSORS // (splits * _covering(_wide_slots(rows, after), WIDE_SLOTS)))
+    return LINEAR_TOKENS * tiles
+
+
 @_plain.register
 def _(op: Attention, target: Target) -> list[Launch]:
-    """One launch for all sequences that bring one token, one for all that bring more: each has its list of work."""
+    """One launch for all sequences that bring one token, one for all that bring more: each has its list of work.
+
+    Where bits must not depend on which of both a token is in, the first is for all.
+    """
     bucket, group = target.bucket, _group(op.block_tables)
     kv_heads, head_dim = op.cache.sizes({f"blocks.{group}": 1, "block": 1})[2::2]
     blocks, address = target.blocks[group], target.address
@@ -271,12 +305,13 @@ def _(op: Attention, target: Target) -> list[Launch]:
     cached = tuple(address(t.name) for t in (op.q, op.cache, op.scales, op.block_tables) if t)
     out = address(op.out.name)
     pieces = decode_pieces(op, target.multiprocessors)
-    grid = (min(MOST_SPLITS * bucket.sequences, pieces + bucket.sequences), _packs(op))
+    queries = bucket.tokens if target.batch_invariant else bucket.sequences
+    grid = (min(MOST_SPLITS * queries, pieces + queries), _packs(op))
     stem = _over("attention_decode", op.cache)
     entry = f"{stem}_{_build_for(head_dim, (64, 128, 256))}_{suffix(op.out.dtype)}"
     values = (*cached, address(f"decode_work.{group}"), out, target.workspace, target.counters, *shape)
     decode = Launch(stem, entry, grid, 128, 0, values)
-    if not bucket.prefills:
+    if target.batch_invariant or not bucket.prefills:
         return [decode]
     # Every sequence may leave a part of a tile. Blocks for more than a few of them would mostly find nothing to do.
     grid = (op.heads, _covering(bucket.tokens, 64) + min(bucket.sequences, bucket.tokens // 2, SHORT_PROMPTS))
@@ -289,7 +324,8 @@ def _(op: Attention, target: Target) -> list[Launch]:
 
 
 def decode_pieces(op: Attention, multiprocessors: int) -> int:
-    """Items of decoding that fill the GPU. Its list has no more than these and one more for each sequence."""
+    """Items of decoding that fill the GPU. Its list has no more than these and one more for each sequence (or, where
+    tokens of prompts are in it, for each token)."""
     return _covering(8 * multiprocessors, _packs(op))
 
 

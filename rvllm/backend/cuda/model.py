@@ -85,9 +85,13 @@ class CudaModel:
         block_size: int,
         vocab_limit: int,
         eager: bool = False,
+        batch_invariant: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        """blocks: of each cache group; None: `allocate_caches` follows, once it is known what is left for them."""
+        """blocks: of each cache group; None: `allocate_caches` follows, once it is known what is left for them.
+
+        batch_invariant: a token's logits, keys and values have the same bits in every step, whatever else is in it.
+        """
         self.program = program
         self.dtype = activation_dtype(program)
         self._device = device
@@ -95,6 +99,7 @@ class CudaModel:
         self._blocks: tuple[int, ...] = ()
         self._block_size = block_size
         self._eager = eager
+        self.batch_invariant = batch_invariant
         self._addresses: dict[str, int] = {}
         self._pieces: dict[Bucket, Piece] = {}
         # From here on ops are for the rows of logits that are wanted.
@@ -191,7 +196,8 @@ class CudaModel:
     def rehearse(self, free_bytes: Callable[[], int]) -> int:
         """Bytes that will be taken later, before there are caches. Loads the kernels.
 
-        By all graphs, of which one is captured and dropped, and by the sampler for sequences with penalties and biases.
+        By all graphs, the sampler's too, the largest of which are captured and dropped, and by the sampler for
+        sequences with penalties and biases.
 
         Nothing is run, so it does not matter that the caches are nowhere.
         """
@@ -213,7 +219,8 @@ class CudaModel:
                 self._device.forget(graph)
         by_rows = {padded_sequences(count, most) for count in range(1, most + 1)}
         by_tokens = {padded_tokens(count, tokens) for count in range(1, tokens + 1)}
-        return slots + max(taken, 0) * (2 * len(by_rows) + len(by_tokens))
+        drawing = self._sampler.rehearse(self._addresses[self.program.output.name], self._addresses["ids"], free_bytes)
+        return slots + max(taken, 0) * (2 * len(by_rows) + len(by_tokens)) + drawing * len(by_rows)
 
     def _send(self, step: Step) -> Bucket:
         """Copy the step to the device: its padded sizes."""
@@ -298,6 +305,7 @@ class CudaModel:
             counters=self._counters,
             multiprocessors=self._device.multiprocessors,
             tier=self._device.tier,
+            batch_invariant=self.batch_invariant,
         )
 
     def _load(self, checkpoint: Checkpoint, progress: Progress | None) -> None:
@@ -326,7 +334,9 @@ class CudaModel:
     def _allocate_step_memory(self) -> None:
         limits = self._limits
         arena = arena_plan(self.program, limits)
-        where = self._layout = step_layout(self.program, limits, self._device.multiprocessors)
+        where = self._layout = step_layout(
+            self.program, limits, self._device.multiprocessors, batch_invariant=self.batch_invariant
+        )
         for offsets, nbytes in ((arena.offsets, arena.nbytes), (where.offsets, where.nbytes)):
             memory = self._device.allocate(nbytes)
             self._addresses |= {name: memory + offset for name, offset in offsets.items()}
@@ -344,9 +354,9 @@ def arena_plan(program: Program, limits: StepLimits) -> MemoryPlan:
     return plan(program, lambda tensor: _nbytes(tensor, {"tokens": limits.tokens, "rows": limits.sequences}))
 
 
-def step_layout(program: Program, limits: StepLimits, multiprocessors: int) -> Layout:
+def step_layout(program: Program, limits: StepLimits, multiprocessors: int, *, batch_invariant: bool = False) -> Layout:
     """Where a step's arrays lie, whatever its size."""
-    return layout(program, limits.tokens, limits.sequences, limits.max_blocks, multiprocessors)
+    return layout(program, limits.tokens, limits.sequences, limits.max_blocks, multiprocessors, batch_invariant)
 
 
 def activation_dtype(program: Program) -> DType:

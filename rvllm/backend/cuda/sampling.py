@@ -6,8 +6,9 @@ Knows what sample.cu's head block says of its arrays; the rules are rvllm.sampli
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -79,6 +80,24 @@ class DeviceSampler:
         lists = any(row.logprobs is not None or (_is_drawn(row) and self._cuts(row)) for row in rows)
         draws = any(_is_drawn(row) and not self._cuts(row) for row in rows)
         return Chain(logits, next_ids, bucket, turn, lists, draws)
+
+    def rehearse(self, logits: int, next_ids: int, free_bytes: Callable[[], int]) -> int:
+        """Bytes that all graphs of the largest bucket take together, in both turns, whatever their rows ask for.
+
+        They are captured and dropped; nothing is run.
+        """
+        taken = 0
+        for _ in range(2):  # the second time is measured, when all kernels have been loaded
+            before = free_bytes()
+            graphs = [
+                self._device.capture(self.launches(Chain(logits, next_ids, self._rows, turn, lists, draws)))
+                for turn, lists, draws in product((0, 1), (False, True), (False, True))
+            ]
+            taken = before - free_bytes()
+            for graph in graphs:
+                if graph is not None:
+                    self._device.forget(graph)
+        return max(taken, 0)
 
     def take(self, rows: Sequence[SamplingRow], turn: int) -> list[Sampled]:
         """The tokens, once the device is through. Raises EngineError as sampling.sampler.sample_rows does."""

@@ -27,7 +27,7 @@ BlockTables = tuple[Int32, ...]
 class Layout:
     """Byte offsets of a step's arrays on the device, by the name of the tensor or of begin_step's argument.
 
-    sequences, prefill_room: what there is room for, the latter in items.
+    sequences, prefill_room: what there is room for, the latter in items; 0: tokens of prompts are in decode_work.
     """
 
     offsets: Mapping[str, int]
@@ -37,18 +37,21 @@ class Layout:
     prefill_room: int
 
 
-def layout(program: Program, tokens: int, sequences: int, max_blocks: int, multiprocessors: int) -> Layout:
+def layout(
+    program: Program, tokens: int, sequences: int, max_blocks: int, multiprocessors: int, batch_invariant: bool = False
+) -> Layout:
     """Room for steps of up to these sizes."""
     groups = len(program.cache_groups)
     message = HEAD_WORDS + 4 * sequences + 1 + tokens + groups * sequences * max_blocks
-    prefill_room = -(-tokens // QUERY_TILE) + min(sequences, tokens // 2)
+    prefill_room = 0 if batch_invariant else -(-tokens // QUERY_TILE) + min(sequences, tokens // 2)
+    queries = tokens if batch_invariant else sequences  # in decode_work
     words = {"message": message, "ids": tokens, "positions": tokens, "lengths": tokens, "rows": sequences}
     words |= {"kv_lengths": sequences, "floors": sequences, "query_starts": sequences + 1}
     words["prefill_work"] = 4 * (1 + 2 * prefill_room)
     for group, attention in enumerate(attentions(program)):
         words[f"slots.{group}"] = tokens
         words[f"block_tables.{group}"] = sequences * max_blocks
-        words[f"decode_work.{group}"] = 4 * (1 + sequences + decode_pieces(attention, multiprocessors))
+        words[f"decode_work.{group}"] = 4 * (1 + queries + decode_pieces(attention, multiprocessors))
     offsets, offset = {}, 0
     for name, count in words.items():
         offsets[name] = offset
