@@ -107,7 +107,7 @@ def load_nvidia_dynamic_lib(libname):
 }
 
 PART_BYTES = 8 << 20
-COMPRESSION = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": PART_BYTES}
+PRESET = 9  # with PRESET_EXTREME; what is shipped
 RENDER = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
@@ -129,9 +129,11 @@ class Part:
     pieces: tuple[Piece, ...]
     raw: bytes
 
-    def compressed(self) -> bytes:
+    def compressed(self, preset: int) -> bytes:
         """The part as an .xz file; machine code goes through the x86 filter first (-1.5 to -15 %)."""
-        filters = [{"id": lzma.FILTER_X86}] * self.native + [COMPRESSION]
+        hard = preset | (lzma.PRESET_EXTREME if preset == PRESET else 0)
+        compression = {"id": lzma.FILTER_LZMA2, "preset": hard, "dict_size": PART_BYTES}
+        filters = [{"id": lzma.FILTER_X86}] * self.native + [compression]
         return lzma.compress(self.raw, lzma.FORMAT_XZ, lzma.CHECK_CRC32, filters=filters)
 
 
@@ -168,13 +170,15 @@ def download(python: str, requirements: list[str], into: Path) -> None:
     """Have pip fetch these wheels, and nothing that they depend on, for `python`."""
     into.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pip", "--quiet", "download", "--no-deps", "--only-binary=:all:"]
-    command += ["--implementation", "cp", "--python-version", python, "--dest", str(into)]
+    command += ["--implementation", "cp", "--python-version", python]
     command += [f"--platform={platform}" for platform in PLATFORMS]
-    with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as listing:
-        listing.write("\n".join(requirements) + "\n")
-        listing.flush()
-        if subprocess.run([*command, "--requirement", listing.name]).returncode:
+    with tempfile.TemporaryDirectory(dir=into) as fetched:  # whole wheels appear, also to a build beside this one
+        listing = Path(fetched, "requirements.txt")
+        listing.write_text("\n".join(requirements) + "\n", encoding="utf-8")
+        if subprocess.run([*command, "--dest", fetched, "--requirement", str(listing)]).returncode:
             raise SystemExit(f"build_zipapp: pip could not fetch the wheels for Python {python}")
+        for wheel in Path(fetched).glob("*.whl"):
+            wheel.replace(into / wheel.name)
 
 
 def locked_wheels(python: str, folder: Path) -> list[Path]:
@@ -315,11 +319,11 @@ def spans(size: int, step: int, filled: int) -> Iterator[tuple[int, int]]:
             return
 
 
-def payload(trees: Mapping[str, Files]) -> dict[str, bytes]:
+def payload(trees: Mapping[str, Files], preset: int) -> dict[str, bytes]:
     """The archive's payload/ entries: the compressed parts and their index."""
     cuts = list(parts(trees))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        packed = list(pool.map(Part.compressed, cuts))
+        packed = list(pool.map(lambda part: part.compressed(preset), cuts))
     entries = {f"payload/{number:03}.xz": content for number, content in enumerate(packed)}
     index = [
         {"name": name, "pieces": part.pieces, "sha256": sha256(entries[name]), "tags": part.tags}
@@ -377,8 +381,8 @@ def write_archive(path: Path, entries: Files) -> None:
     new.replace(path)
 
 
-def build(pythons: list[str], output: Path, wheels: Path) -> None:
-    """Build `output` for these Pythons ("3.11", ...); `wheels` holds what was fetched before."""
+def build(pythons: list[str], output: Path, wheels: Path, preset: int) -> None:
+    """Build `output` for these Pythons ("3.11", ...) with xz's `preset`; `wheels` holds what was fetched before."""
     ours = own_files(ROOT) | GENERATED
     libraries = {python: locked_wheels(python, wheels) for python in pythons}
     trees = {}
@@ -386,7 +390,7 @@ def build(pythons: list[str], output: Path, wheels: Path) -> None:
         trees["cp" + python.replace(".", "")] = ours | {
             path: content for wheel in libraries[python] for path, content in library_files(wheel).items()
         }
-    entries = payload(trees)
+    entries = payload(trees, preset)
     entries["__main__.py"] = bootstrap(pythons, entries["payload/index.json"], next(iter(trees.values())))
     entries["LICENSES"] = licences(ROOT, [wheel for found in libraries.values() for wheel in found]).encode()
     write_archive(output, entries)
@@ -399,6 +403,9 @@ def main() -> None:
     parser.add_argument("--python", action="append", metavar="X.Y", help="a Python it is for; may be repeated")
     parser.add_argument("--output", type=Path, default=ROOT / "dist" / "rvllm.pyz", metavar="FILE")
     parser.add_argument("--wheels", type=Path, default=ROOT / ".cache" / "wheels", metavar="DIR", help="fetched wheels")
+    parser.add_argument(
+        "--preset", type=int, choices=range(PRESET + 1), default=PRESET, metavar="N", help="0: a quick, larger file"
+    )
     parser.add_argument("--lock", action="store_true", help="write build_zipapp.lock anew and build nothing")
     options = parser.parse_args()
     if options.lock:
@@ -409,7 +416,7 @@ def main() -> None:
         parser.error(
             f"a file can be for Python {', '.join(PYTHONS)}, not for {', '.join(sorted(wanted - set(PYTHONS)))}"
         )
-    build([python for python in PYTHONS if python in wanted], options.output, options.wheels)
+    build([python for python in PYTHONS if python in wanted], options.output, options.wheels, options.preset)
     content = options.output.read_bytes()
     print(f"{options.output}  {len(content) / 1e6:.1f} MB  sha256 {sha256(content)}")
 

@@ -1,7 +1,8 @@
 """Compile src/*.cu to ptx/<tier>/*.ptx and describe them in manifest.json. Needs NVRTC from pip; no GPU, no toolkit.
 
     python -m kernels_ptx.build              compile what changed, by hash
-    python -m kernels_ptx.build --check      compile everything, compare with what is committed, write nothing
+    python -m kernels_ptx.build --check      compile everything, compare with what is committed, and write down what was
+                                             found equal: benchmarks/results/ptx_check.json, which tests believe by hash
     python -m kernels_ptx.build --ptxas      also assemble, for every GPU it may run on, what was never assembled
 
 The same sources give the same bytes on every machine: NVRTC sees file names without folders, fixed options, our own
@@ -27,6 +28,7 @@ from kernels_ptx.tiers import MINIMUM_DRIVERS, NEWEST_PTXAS, OLDEST_PTXAS, Tier
 PACKAGE = Path(__file__).resolve().parent
 HEADERS = PACKAGE / "src"
 ROOTS = (PACKAGE, PACKAGE.parent / "tests" / "kernels" / "probes")
+CHECKED = PACKAGE.parent / "benchmarks" / "results" / "ptx_check.json"
 COMPILER = "nvidia-cuda-nvrtc-cu12==12.9.86"
 # No contraction: a fused multiply-add is where the source says so, and the CPU runs the same arithmetic.
 OPTIONS = ("--std=c++17", "--fmad=false")
@@ -215,19 +217,53 @@ def assemble_missing(root: Path) -> None:
         (root / "manifest.json").write_text(manifest_text(files), encoding="utf-8")
 
 
-def differences(root: Path) -> list[str]:
-    """What compiling everything anew gives that is not what lies under `root`, one sentence each."""
+def differences(root: Path, equal: dict[str, Record] | None = None) -> list[str]:
+    """What compiling anew gives that is not what lies under `root`, one sentence each.
+
+    `equal` holds what an earlier call found equal, by place, as `check_record` has it: that is not compiled again.
+    """
     known, found = read_manifest(root), []
     for source in sources(root):
         for tier in source.tiers:
+            place = ptx_place(source, tier)
+            path, record = root / place, dict(known.pop(place, {}))
+            ptx = path.read_text(encoding="ascii") if path.exists() else ""
+            if equal and equal.get(place) == check_record(source, tier, ptx):
+                continue
             built = build(source, tier)
-            path, record = root / built.place, dict(known.pop(built.place, {}))
             record.pop("assembled", None)
-            if not path.exists() or path.read_text(encoding="ascii") != built.ptx:
-                found.append(f"{built.place} is not what its source compiles to")
+            if ptx != built.ptx:
+                found.append(f"{place} is not what its source compiles to")
             elif record != built.record:
-                found.append(f"{built.place} is described wrongly in manifest.json")
+                found.append(f"{place} is described wrongly in manifest.json")
     return found + [f"{place} has no source" for place in known]
+
+
+def check_record(source: Source, tier: Tier, ptx: str) -> Record:
+    """What `--check` writes down of a PTX: the hashes of all that it is made from, and of itself."""
+    return {"source_sha256": source_hash(source, tier), "ptx_sha256": _sha256(ptx)}
+
+
+def read_checked(root: Path) -> dict[str, Record]:
+    """What `--check` has found equal under `root`, by place; nothing where it never ran."""
+    if not CHECKED.exists():
+        return {}
+    return json.loads(CHECKED.read_text(encoding="utf-8"))["files"].get(root.name, {})
+
+
+def write_checked() -> None:
+    """Write down the hashes of all that lies under the roots; to be called when all of it was found equal."""
+    files = {
+        root.name: {
+            ptx_place(source, tier): check_record(
+                source, tier, (root / ptx_place(source, tier)).read_text(encoding="ascii")
+            )
+            for source in sources(root)
+            for tier in source.tiers
+        }
+        for root in ROOTS
+    }
+    CHECKED.write_text(manifest_text(files), encoding="utf-8")
 
 
 def _sha256(text: str) -> str:
@@ -236,7 +272,7 @@ def _sha256(text: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m kernels_ptx.build", description="Compile the kernels to PTX.")
-    parser.add_argument("--check", action="store_true", help="compile everything, compare, write nothing")
+    parser.add_argument("--check", action="store_true", help="compile everything, compare, write down what is equal")
     parser.add_argument("--ptxas", action="store_true", help="assemble what was never assembled")
     parser.add_argument("--all", action="store_true", help="compile also what has not changed")
     given = parser.parse_args()
@@ -250,6 +286,8 @@ def main() -> int:
                 compile_changed(root, everything=given.all)
                 if given.ptxas:
                     assemble_missing(root)
+        if given.check:
+            write_checked()
     except (AssemblyError, BuildError, SourceError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -108,7 +108,8 @@ class _Buffer:
 class ShimMemory:
     """The host: kernels run as fibers, once in each schedule."""
 
-    runs: tuple[str, ...] = shim.SCHEDULES
+    # Where memory is watched, two that differ the most: the order of threads, and products at once or late.
+    runs: tuple[str, ...] = ("round robin", "one warp") if shim.SANITIZED else shim.SCHEDULES
     guard_bytes = 0 if shim.SANITIZED else 256  # the sanitizer wants to see the end of the allocation
 
     def __init__(self) -> None:

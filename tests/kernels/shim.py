@@ -1,16 +1,18 @@
 """Run a kernel's own source on the host: compile it with g++ against shim/, load it, launch it. Needs no GPU.
 
-Each source and tier becomes one shared library, kept under .cache/shim by the hash of all that it is made from. With
-RVLLM_SHIM_SANITIZE=1 it is built with the address and undefined-behaviour sanitizers; the process must then have been
+Each source and tier becomes one shared library, kept under .cache/shim by the hash of all that it is made from; tiers
+that differ in their PTX alone share one. With RVLLM_SHIM_SANITIZE=1 it is built with the address and undefined-behaviour sanitizers; the process must then have been
 started with libasan preloaded (`sanitizer_environment`).
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -28,9 +30,11 @@ CACHE = Path(__file__).parents[2] / ".cache" / "shim"
 SCHEDULES = ("round robin", "reverse", "random", "one warp")
 SANITIZED = os.environ.get("RVLLM_SHIM_SANITIZE") == "1"
 
+_ASKS_FOR_TIER = re.compile(r"^#if TIER >= (\d+)$", re.MULTILINE)
+
 # No contraction, as in the build of the PTX. Unique symbols would be shared between libraries, and so would the shared
 # memory of functions that two kernels include.
-_FLAGS = ("-x", "c++", "-std=c++17", "-O1", "-g", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror")
+_FLAGS = ("-x", "c++", "-std=c++17", "-O1", "-g1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror")
 _RULES = ("-ffp-contract=off", "-fno-strict-aliasing", "-fno-gnu-unique", "-fvisibility=hidden")
 _SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 _NUMBERS: dict[str, Any] = {"i": ctypes.c_int32, "u": ctypes.c_uint32, "l": ctypes.c_int64, "f": ctypes.c_float}
@@ -72,6 +76,17 @@ def source_of(stem: str) -> Source:
 def tiers_of(stem: str) -> tuple[str, ...]:
     """The names of the tiers that a source is built for, the lowest first."""
     return tuple(tier.name for tier in source_of(stem).tiers)
+
+
+@functools.cache
+def host_tier(stem: str, tier: str) -> str:
+    """The lowest tier of a source whose program on the host is that of `tier`."""
+    source = source_of(stem)
+    # What follows this, in intrinsics.cuh, is CUDA's alone.
+    seen = [text.partition("#ifndef __CUDACC__")[0] for text in source.files.values()]
+    asked = [int(number) for text in seen for number in _ASKS_FOR_TIER.findall(text)]
+    answers = {known.name: [known.number >= number for number in asked] for known in TIERS.values()}
+    return next((known.name for known in source.tiers if answers[known.name] == answers[tier]), tier)
 
 
 def launch(
@@ -123,13 +138,18 @@ def _packed(entry: str, signature: str, arguments: Sequence[Argument]) -> list[c
 @functools.cache
 def load(stem: str, tier: str) -> ctypes.CDLL:
     """The library of a source for a tier, compiled if it is not in the cache."""
+    tier = host_tier(stem, tier)
     source, tier_of = source_of(stem), TIERS[tier]
     text = _program(source)
-    path = CACHE / f"{stem}-{tier}-{_hash(source, tier_of, text)}{'-sanitized' if SANITIZED else ''}.so"
-    if not path.exists():
-        for old in CACHE.glob(f"{stem}-{tier}-*{'-sanitized' if SANITIZED else '[0-9a-f]'}.so"):
-            old.unlink()
-        _compile(source, tier_of, text, path)
+    kind = "-sanitized" if SANITIZED else ""
+    path = CACHE / f"{stem}-{tier}-{_hash(source, tier_of, text)}{kind}.so"
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / f"{stem}-{tier}{kind}.lock").open("w") as lock:  # of processes side by side, one compiles
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            for old in CACHE.glob(f"{stem}-{tier}-*{kind or '[0-9a-f]'}.so"):
+                old.unlink()
+            _compile(source, tier_of, text, path)
     return ctypes.CDLL(str(path))
 
 
@@ -148,16 +168,25 @@ def _hash(source: Source, tier: Tier, text: str) -> str:
     return digest.hexdigest()[:16]
 
 
+def preprocessed(stem: str, tier: str) -> str:
+    """What the host's compiler reads of a source for a tier."""
+    return _compiler(source_of(stem), TIERS[tier], _program(source_of(stem)), "-E", "-P")
+
+
 def _compile(source: Source, tier: Tier, text: str, path: Path) -> None:
+    partial = path.with_suffix(f".{os.getpid()}")
+    _compiler(source, tier, text, "-o", str(partial))
+    partial.rename(path)
+
+
+def _compiler(source: Source, tier: Tier, text: str, *wanted: str) -> str:
     compiler = shutil.which("g++")
     assert compiler is not None, "the kernel tests compile with g++, which is not there. hint: apt-get install g++"
-    CACHE.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}")
     folders = [f"-I{root / 'src'}" for root in ROOTS] + [f"-I{FOLDER}"]
     flags = [*_FLAGS, *_RULES, *(_SANITIZERS if SANITIZED else ()), f"-DTIER={tier.number}", *folders]
-    done = subprocess.run([compiler, *flags, "-", "-o", str(partial)], input=text, capture_output=True, text=True)
+    done = subprocess.run([compiler, *flags, "-", *wanted], input=text, capture_output=True, text=True)
     assert done.returncode == 0, f"{source.stem}.cu does not compile for the host:\n{done.stderr}"
-    partial.rename(path)
+    return done.stdout
 
 
 def sanitizer_environment() -> dict[str, str]:

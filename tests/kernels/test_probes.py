@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kernels_ptx.build import ROOTS
 from rvllm.program.dtype import bf16_to_f32, f32_to_bf16, load
 from tests.kernels import shim
 from tests.kernels.device import Argument, Device, ShimMemory
@@ -281,3 +284,20 @@ def test_bits_are_counted_apart() -> None:
     one = ELEMENTS[1].encode(np.array([1.0, -1.0, 0.0], dtype=np.float32))
     other = ELEMENTS[1].encode(np.array([1 + 2**-7, -1 - 2**-6, -0.0], dtype=np.float32))
     assert ulps(one, other).tolist() == [1, 2, 0]
+
+
+@pytest.mark.parametrize("stem", [path.stem for root in ROOTS for path in sorted((root / "src").glob("*.cu"))])
+def test_tiers_that_share_a_library_have_one_program_on_the_host(stem: str) -> None:
+    for tier in shim.tiers_of(stem):
+        shared = shim.host_tier(stem, tier)
+        assert shared == tier or shim.preprocessed(stem, shared) == shim.preprocessed(stem, tier)
+
+
+def test_of_those_that_load_a_source_at_once_one_compiles_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, compile_library = [], shim._compile
+    monkeypatch.setattr(shim, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(shim, "_compile", lambda *given: (compiled.append(given), compile_library(*given)))
+    with ThreadPoolExecutor(3) as pool:
+        loaded = list(pool.map(lambda _: shim.load.__wrapped__("probe_matrices", "t75"), range(3)))
+    assert len({library._name for library in loaded}) == len(compiled) == 1
+    assert {path.suffix for path in (tmp_path / "cache").iterdir()} == {".so", ".lock"}

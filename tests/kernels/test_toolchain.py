@@ -78,8 +78,12 @@ def test_every_ptx_names_its_tiers_version_and_target_and_keeps_the_rules(root: 
 @ROOTS
 @needs_nvrtc
 def test_compiling_again_gives_the_committed_bytes(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what has not changed since the last whole `--check`, each tier's shortest stands for the rest."""
     monkeypatch.chdir(tmp_path)
-    assert build.differences(root) == []
+    longest_first = sorted(built(root), key=lambda one: -(root / one[2]).stat().st_size)
+    shortest = {tier.name: place for _, tier, place in longest_first}.values()
+    equal = {place: record for place, record in build.read_checked(root).items() if place not in shortest}
+    assert build.differences(root, equal) == []
 
 
 @ROOTS
@@ -179,6 +183,28 @@ def test_only_what_changed_is_compiled_and_what_has_no_source_goes(
     build.compile_changed(root, everything=False)
     assert [path.name for path in sorted((root / "ptx").rglob("*.ptx"))] == ["twice.ptx"]
     assert build.differences(root) == []
+
+
+@needs_nvrtc
+def test_what_was_found_equal_is_compiled_again_only_when_a_hash_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = root_with(tmp_path)
+    build.compile_changed(root, everything=False)
+    texts = {place: (root / place).read_text(encoding="ascii") for _, _, place in built(root)}
+    equal = {place: build.check_record(source, tier, texts[place]) for source, tier, place in built(root)}
+    compiled: list[str] = []
+    compile_ptx = build.compile_ptx
+    monkeypatch.setattr(
+        build, "compile_ptx", lambda source, tier: compiled.append(tier.name) or compile_ptx(source, tier)
+    )
+    assert build.differences(root, equal) == [] and compiled == []
+    (root / "ptx/t70/twice.ptx").write_text(texts["ptx/t70/twice.ptx"] + "// changed\n")
+    assert build.differences(root, equal) == ["ptx/t70/twice.ptx is not what its source compiles to"]
+    assert compiled == ["t70"]
+    (root / "src" / "twice.cu").write_text(KERNEL.replace("= x[", "= x[1 + "))
+    assert len(build.differences(root, equal)) == 2
+    assert compiled == ["t70", "t70", "t80"]
 
 
 @needs_nvrtc
