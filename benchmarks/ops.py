@@ -3,7 +3,7 @@
     python benchmarks/ops.py benchmarks/shapes/qwen2.5-1.5b [--n 1,64] [--context 512]
 
 Microseconds by CUDA events, the median of 20 replays, dummy weights in bf16. Kernels overlap within the whole, so that
-it is less than the sum. That they compute the right thing is `rvllm doctor --check`'s to say, with the same kernels.
+it is less than the sum. Before, every op of a model of two such layers is held to its definition.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from rvllm.backend.cuda.kernels import Gpu
 from rvllm.backend.cuda.lower import FUSIONS, Bucket, Launch, lower
 from rvllm.backend.cuda.model import CudaModel, StepLimits
 from rvllm.backend.cuda.step_block import padded_sequences
+from rvllm.cli.measure import check_ops
+from rvllm.config import EngineConfig
 from rvllm.model.files import locate
-from rvllm.model.source import open_source, record, weights_for
+from rvllm.model.source import Source, open_source, record, weights_for
 from rvllm.program.dtype import BF16
 from rvllm.program.fuse import fuse
 from rvllm.program.program import Program, Step
@@ -48,8 +50,7 @@ def step_of(sequences: int, context: int) -> Step:
     )
 
 
-def load(shape: Path, gpu: Gpu, sequences: int, context: int) -> CudaModel:
-    source = open_source(locate(str(shape), offline=True, progress=None), load_format="dummy", warn=print)
+def load(source: Source, gpu: Gpu, sequences: int, context: int) -> CudaModel:
     program = fuse(record(source, dtype=BF16, kv_dtype=BF16, max_length=context + 1), FUSIONS)
     blocks = -(-(context + 1) // BLOCK)
     limits = StepLimits(max(2048, sequences), sequences, blocks)
@@ -89,7 +90,10 @@ def main() -> None:
     given = parser.parse_args()
     counts = [int(count) for count in given.n.split(",")]
     gpu = Gpu(0, print)
-    model = load(given.shape, gpu, max(counts), given.context)
+    source = open_source(locate(str(given.shape), offline=True, progress=None), load_format="dummy", warn=print)
+    worst = check_ops(source, EngineConfig(model=str(given.shape), dtype="bfloat16"), gpu, lambda *_: None)
+    print(f"every op of two layers within {worst:.1f} roundings of its definition")
+    model = load(source, gpu, max(counts), given.context)
     print(f"{gpu.gpu.name}, {gpu.tier}, {given.shape.name}")
     for count in counts:
         report(gpu, model, model.program, count, given.context)
