@@ -3,78 +3,28 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence as Items
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
-from typing import Any, Protocol
 
 import numpy as np
 
-from rvllm.engine.flight import Flight, allow_late, ask, first_row
+from rvllm.engine.flight import Flight, allow_late, ask, ask_verified, first_row
 from rvllm.engine.holdings import Holdings
-from rvllm.engine.request import Request, Sequence, TokenEvent
+from rvllm.engine.model import Model
+from rvllm.engine.request import Request, Sequence, TokenEvent, leave_family
 from rvllm.engine.scheduler import Limits, Plan, check_length, schedule
-from rvllm.engine.step import advance, build_step, slots_of
+from rvllm.engine.speculation import Drafts, Speculator
+from rvllm.engine.step import advance, build_step, build_verification, slots_of
+from rvllm.engine.tally import Counts, Load
 from rvllm.errors import EngineError
-from rvllm.program.program import Program, Step, length_independent
-from rvllm.sampling.sampler import Sampled, SamplingRow
+from rvllm.program.program import length_independent
+from rvllm.sampling.lookup import accepted
+from rvllm.sampling.sampler import Sampled
 
-__all__ = ["Engine", "Limits", "Load", "Model"]
+__all__ = ["Engine", "Limits"]
 
 _RANK = attrgetter("rank")
-
-
-class Model(Protocol):
-    """A program on a device, with its weights and caches. What `start` gives is for `finish` alone."""
-
-    @property
-    def program(self) -> Program: ...
-
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether a step may be started that follows one not yet finished; the model then counts what its rows draw."""
-        ...
-
-    def start(self, step: Step, rows: Items[SamplingRow], *, follows: bool = False) -> Any:
-        """Start a step and the drawing of a token for each of its rows, which may name one place several times.
-
-        follows: its ids are the tokens being drawn by the step started before, for the same rows in the same order.
-        Once this returns, the rows' positions and the step's arrays, but for the block tables, are counted on for the
-        next one.
-        """
-        ...
-
-    def finish(self, started: Any) -> list[Sampled]:
-        """The tokens that were drawn, in the order of the rows."""
-        ...
-
-    def copy_blocks(self, pairs: Items[tuple[int, int]]) -> None:
-        """Copy cache blocks (from, to) in every layer: after the steps started so far, before the next."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What the engine is busy with now, and has done since it began. Kept blocks hold prefixes and are free to take."""
-
-    running: int
-    waiting: int
-    blocks: int
-    used_blocks: int
-    kept_blocks: int
-    preemptions: int
-    prompt_tokens: int
-    cached_tokens: int
-
-
-@dataclass(slots=True)
-class _Counts:
-    preemptions: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    steps: int = 0
-    arrivals: int = 0
 
 
 class Engine:
@@ -89,6 +39,7 @@ class Engine:
         self._model = model
         self.limits = limits
         self._held = Holdings(limits, length_independent(model.program))
+        self._speculator = Speculator(limits.speculation, limits.max_rows)
         self._follows = model.runs_ahead
         self._groups = len(model.program.cache_groups)
         self._known: dict[str, Sequence] = {}
@@ -97,7 +48,7 @@ class Engine:
         self._ending: list[Sequence] = []  # ended, while the step in flight still writes to their blocks
         self._flight: Flight | None = None
         self._stuck = False  # whether those that wait have to, until something ends
-        self._counts = _Counts()
+        self._counts = Counts()
 
     @property
     def busy(self) -> bool:
@@ -120,17 +71,8 @@ class Engine:
 
     @property
     def load(self) -> Load:
-        counts, pool = self._counts, self._held.pool
-        return Load(
-            running=len(self._running),
-            waiting=len(self._waiting),
-            blocks=pool.blocks,
-            used_blocks=pool.blocks - pool.available,
-            kept_blocks=pool.kept,
-            preemptions=counts.preemptions,
-            prompt_tokens=counts.prompt_tokens,
-            cached_tokens=counts.cached_tokens,
-        )
+        drafted = self._speculator.drafted
+        return self._counts.load(len(self._running), len(self._waiting), self._held.pool, drafted)
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache."""
@@ -173,7 +115,7 @@ class Engine:
         sequence = self._known.get(request_id)
         if sequence is None:
             return
-        _leave_family(sequence)
+        leave_family(sequence)
         if sequence.slot is not None:
             self._retire(sequence)
         else:
@@ -230,7 +172,10 @@ class Engine:
         if copies:
             self._model.copy_blocks(copies)
         self._stuck = bool(self._waiting) and not plan.preempted
-        return self._start(plan) if plan.chunks else None
+        if not plan.chunks:
+            return None
+        drafts = self._draft(plan)
+        return self._start(plan) if drafts is None else self._verify(plan, drafts)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to those that wait, with its tokens. Its full blocks stay in the cache until their room is wanted."""
@@ -283,6 +228,34 @@ class Engine:
             self._model.start(step, asked.rows),
         )
 
+    def _draft(self, plan: Plan) -> Drafts | None:
+        """Guesses for a step in which all sequences decode, as far as there are blocks for them."""
+        if self.limits.speculation is None or any(c.tokens != c.sequence.pending or c.tokens > 1 for c in plan.chunks):
+            return None
+        sequences = [chunk.sequence for chunk in plan.chunks]
+        if not all(sequence.told for sequence in sequences):
+            return None
+        drafts = self._speculator.drafts(sequences)
+        if drafts is None:
+            return None
+        for sequence, guesses in zip(sequences, drafts):
+            if guesses:
+                del guesses[self._held.reserve(sequence, 1 + len(guesses)) - 1 :]
+        return drafts
+
+    def _verify(self, plan: Plan, drafts: Drafts) -> Flight:
+        """Start a step that draws what comes behind each sequence's last token and behind each of its drafts."""
+        sequences = [chunk.sequence for chunk in plan.chunks]
+        step = build_verification(sequences, drafts, self.limits.block_size, self._groups, self._held.tables)
+        asked = ask_verified(sequences, drafts)
+        for sequence in sequences:
+            sequence.computed += 1
+            sequence.turn = self._counts.steps
+        for sequence, row in zip(asked.sequences, asked.rows):
+            row.slot = sequence.slot or 0
+        started = self._model.start(step, asked.rows)
+        return Flight(step, frozenset(sequences), slots_of(sequences), asked, (), False, 0, started, drafts)
+
     def _fork(self, leader: Sequence, forks: tuple[Sequence, ...]) -> None:
         """Siblings go on from the prompt that their leader has read; those with no seat wait like any other."""
         for sibling in leader.siblings:
@@ -305,6 +278,8 @@ class Engine:
             return None
         sequences = flight.asked.sequences
         if (self._waiting and not self._stuck) or len(sequences) != len(self._running):
+            return None
+        if self._speculator.promises(sequences):
             return None
         size, held = self.limits.block_size, self._held
         entering = [sequences[row] for row in np.flatnonzero(flight.step.kv_lengths % size == 0).tolist()]
@@ -341,6 +316,8 @@ class Engine:
             for sequence, tokens in flight.filled:
                 if not sequence.ended:
                     self._held.register(sequence, tokens)
+        if flight.drafts is not None:
+            return self._accept(flight, flight.drafts, drawn)
         events = []
         for sequence, row, sampled in zip(flight.asked.sequences, flight.asked.rows, drawn):
             if sequence.ended:
@@ -348,15 +325,48 @@ class Engine:
             if row.given_id is not None:
                 sequence.scores.append(sampled)
                 continue
-            token, ids = sampled.token_id, sequence.token_ids
-            ids.append(token)
-            if sequence.counted:
-                sequence.output_counts[token] += 1
-            if sequence.told and len(ids) < sequence.limit and token not in sequence.stop_ids:
-                events.append(TokenEvent(sequence.request.id, token, sampled.logprob, sampled.top_logprobs, None, None))
-            else:
-                events.append(self._turning_point(sequence, sampled))
+            events.append(self._append(sequence, sampled))
         return events
+
+    def _append(self, sequence: Sequence, sampled: Sampled) -> TokenEvent:
+        """A sequence's new token."""
+        token, ids = sampled.token_id, sequence.token_ids
+        ids.append(token)
+        if sequence.counted:
+            sequence.output_counts[token] += 1
+        if sequence.told and len(ids) < sequence.limit and token not in sequence.stop_ids:
+            return TokenEvent(sequence.request.id, token, sampled.logprob, sampled.top_logprobs, None, None)
+        return self._turning_point(sequence, sampled)
+
+    def _accept(self, flight: Flight, drafts: Drafts, drawn: list[Sampled]) -> list[TokenEvent]:
+        """The tokens of a step that verified drafts: each sequence's up to the first behind a draft that was wrong.
+
+        What the step left in the cache behind those is written over by the next.
+        """
+        events: list[TokenEvent] = []
+        end = 0
+        for guesses in drafts:
+            begin, end = end, end + 1 + len(guesses)
+            sequence = flight.asked.sequences[begin]
+            if sequence.ended:
+                continue
+            right = accepted(guesses, [sampled.token_id for sampled in drawn[begin:end]])
+            self._speculator.learn(sequence, len(guesses), right)
+            sequence.computed += right
+            for sampled in drawn[begin : begin + right + 1]:
+                self._find(sequence)
+                events.append(self._append(sequence, sampled))
+                if sequence.ended:
+                    break
+            else:
+                self._held.trim(sequence)
+        return events
+
+    def _find(self, sequence: Sequence) -> None:
+        """Let others find a block that is full of tokens now known to be right."""
+        tokens = len(sequence.token_ids)
+        if self.limits.prefix_caching and tokens // self.limits.block_size > sequence.registered:
+            self._held.register(sequence, tokens)
 
     def _turning_point(self, sequence: Sequence, sampled: Sampled) -> TokenEvent:
         """A token that is a sequence's first or ends it."""
@@ -396,16 +406,3 @@ def _take_out(queue: list[Sequence], sequence: Sequence) -> None:
     place = bisect_left(queue, sequence.rank, key=_RANK)
     assert queue[place] is sequence, sequence
     del queue[place]
-
-
-def _leave_family(sequence: Sequence) -> None:
-    """One that others wait for is gone, or one of those: who waits goes on with another leader."""
-    if sequence.leader is not None:
-        sequence.leader.siblings.remove(sequence)
-        sequence.leader = None
-    elif sequence.siblings:
-        leader, *others = sequence.siblings
-        leader.leader, leader.siblings, leader.scored = None, others, sequence.scored
-        for sibling in others:
-            sibling.leader = leader
-        sequence.siblings = []

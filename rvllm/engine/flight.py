@@ -8,6 +8,7 @@ from typing import Any
 
 from rvllm.engine.request import Request, Sequence
 from rvllm.engine.scheduler import Plan
+from rvllm.engine.speculation import Drafts
 from rvllm.program.program import Int32, Step
 from rvllm.sampling.sampler import SamplingRow, needs_last_token
 
@@ -21,6 +22,7 @@ class Flight:
     filled      sequences in which it ends a block, and how many tokens they then have in the cache
     followable  whether all it does is to draw one token for each sequence, for which nothing of the host is needed
     left        steps that may still follow until one of them reaches its length
+    drafts      of each sequence, where it verifies some: its rows are the last token's and theirs, sequence by sequence
     """
 
     step: Step
@@ -31,6 +33,7 @@ class Flight:
     followable: bool
     left: int
     started: Any
+    drafts: Drafts | None = None
 
 
 @dataclass(slots=True)
@@ -66,11 +69,23 @@ def ask(plan: Plan, starts: Items[int]) -> Asked:
                 asked.add(begin + place, row, sequence)
         if tokens == len(sequence.token_ids) - sequence.computed:
             last = begin + tokens - 1
-            asked.add(last, _next_row(sequence), sequence)
+            asked.add(last, next_row(sequence), sequence)
             if sequence.siblings:
                 for sibling in plan.forks:
                     if sibling.leader is sequence:
-                        asked.add(last, _next_row(sibling), sibling)
+                        asked.add(last, next_row(sibling), sibling)
+    return asked
+
+
+def ask_verified(sequences: Items[Sequence], drafts: Drafts) -> Asked:
+    """A row for each sequence's next token, and one behind each of its drafts, which must be free of edits."""
+    asked = Asked()
+    for sequence, guesses in zip(sequences, drafts):
+        row = next_row(sequence)
+        asked.add(len(asked.rows), row, sequence)
+        for ahead in range(1, len(guesses) + 1):
+            behind = SamplingRow(row.params, row.seed, row.position + ahead, row.prompt_ids)
+            asked.add(len(asked.rows), behind, sequence)
     return asked
 
 
@@ -81,7 +96,7 @@ def first_row(request: Request, forbidden: Items[int], sequence: Sequence) -> Sa
     return SamplingRow(request.params, request.seed, length, request.prompt_ids, sequence.output_counts, early)
 
 
-def _next_row(sequence: Sequence) -> SamplingRow:
+def next_row(sequence: Sequence) -> SamplingRow:
     """How the sequence's next token is drawn: its own row, counted on."""
     row = sequence.row
     assert row is not None

@@ -78,6 +78,21 @@ class Holdings:
                 self.hold(sequence, pool.take(missing))
         return copies
 
+    def reserve(self, sequence: Sequence, tokens: int) -> int:
+        """Blocks for up to `tokens` tokens behind those computed, as far as there are any; for how many there are."""
+        size, computed = self._limits.block_size, sequence.computed
+        missing = blocks_for(computed + tokens, size) - len(sequence.blocks)
+        if missing > 0:
+            self.hold(sequence, self.pool.take(min(missing, self.pool.available)))
+        return min(tokens, len(sequence.blocks) * size - computed)
+
+    def trim(self, sequence: Sequence) -> None:
+        """Give back blocks behind the computed tokens: what was reserved for drafts that were wrong."""
+        needed = blocks_for(sequence.computed, self._limits.block_size)
+        if needed < len(sequence.blocks):
+            self.pool.give_back(sequence.blocks[needed:])
+            del sequence.blocks[needed:]
+
     def register(self, sequence: Sequence, tokens: int) -> None:
         """Let others find the sequence's full blocks among its first `tokens` tokens, all of them accepted."""
         if len(sequence.request.prompt_ids) > self._longest_shared:

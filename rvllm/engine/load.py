@@ -10,7 +10,8 @@ from rvllm.backend.cpu import CpuModel
 from rvllm.config import BLOCK_SIZES, CPU_CACHE_BYTES, POLICIES, EngineConfig
 from rvllm.engine.block_pool import block_bytes, blocks_for
 from rvllm.engine.device import choose_device
-from rvllm.engine.engine import Engine, Model
+from rvllm.engine.engine import Engine
+from rvllm.engine.model import Model
 from rvllm.engine.scheduler import Limits
 from rvllm.errors import StartError
 from rvllm.model.source import Source, cache_dtype, context_length, record, weights_for
@@ -64,6 +65,7 @@ def load_engine(
         vocab_limit=vocab_limit,
         by_priority=config.scheduling_policy == "priority",
         prefix_caching=config.enable_prefix_caching,
+        speculation=config.speculative_config,
     )
     return Engine(model, limits)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from rvllm.errors import BadRequest
+from rvllm.sampling.lookup import Past
 from rvllm.sampling.params import SamplingParams
 from rvllm.sampling.sampler import Sampled, SamplingRow
 
@@ -76,6 +77,7 @@ class Sequence:
     told            whether its first token has gone out
     row             how its next token is drawn; the position in it is counted on
     counted         whether its drawn tokens are counted, in `output_counts`: where there are penalties
+    past            what its next tokens are guessed from, once they are
     """
 
     request: Request
@@ -99,6 +101,7 @@ class Sequence:
     counted: bool = False
     told: bool = False
     output_counts: Counter[int] = field(default_factory=Counter)
+    past: Past | None = None
 
     @property
     def output_ids(self) -> list[int]:
@@ -113,3 +116,16 @@ class Sequence:
     def scoring(self) -> bool:
         """Whether log-probabilities of its prompt are still to come."""
         return self.scored and len(self.scores) < len(self.request.prompt_ids) - 1
+
+
+def leave_family(sequence: Sequence) -> None:
+    """One that others wait for is gone, or one of those: who waits goes on with another leader."""
+    if sequence.leader is not None:
+        sequence.leader.siblings.remove(sequence)
+        sequence.leader = None
+    elif sequence.siblings:
+        leader, *others = sequence.siblings
+        leader.leader, leader.siblings, leader.scored = None, others, sequence.scored
+        for sibling in others:
+            sibling.leader = leader
+        sequence.siblings = []

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from heapq import merge
 from typing import NamedTuple, Protocol
 
+from rvllm.config import Speculation
 from rvllm.engine.block_pool import blocks_for
 from rvllm.engine.request import Sequence
 from rvllm.errors import PromptTooLong
@@ -40,6 +41,7 @@ class Limits:
     score_chunk: int = 64
     by_priority: bool = False
     prefix_caching: bool = True
+    speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
         assert self.max_num_batched_tokens >= self.prefill_chunk + self.max_num_seqs - 1, self

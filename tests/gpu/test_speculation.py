@@ -1,0 +1,82 @@
+"""Guessed tokens on the device: a row that verifies a guess has the bits of the same token decoded alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rvllm import SamplingParams
+from rvllm.engine.step import build_verification
+from rvllm.program.dtype import BF16, E4M3, F16, DType
+from tests.fixtures.models import Shape, loop_model, random_model
+from tests.gpu.running import BLOCK, BOTH, REFERENCE, Backend, cuda_model, forward, opened, sequence
+
+both = pytest.mark.parametrize("backend", BOTH, indirect=True)
+PLAIN, SLIDING = "llama-gqa-tied-llama3-rope", "qwen2-upper-layers-slide"
+LENGTH = 256
+TOKENS = np.random.default_rng(31).integers(5, 90, 400).tolist()
+GUESSES = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+
+@both
+@pytest.mark.parametrize(
+    ("case", "dtype", "kv_dtype"), [(PLAIN, BF16, BF16), (SLIDING, F16, F16), (SLIDING, BF16, E4M3)], ids=str
+)
+def test_rows_that_verify_have_the_bits_of_tokens_decoded_one_by_one(
+    case: str, dtype: DType, kv_dtype: DType, backend: Backend
+) -> None:
+    """Over more than one split of keys, and over the border of a block; another sequence beside has no guesses."""
+    source = opened(REFERENCE / case)
+    model = cuda_model(source, dtype, backend.device, LENGTH, places=16, kv_dtype=kv_dtype)
+    prompts = (125, 2)
+    rows = [sequence(model.program, TOKENS[place:][:size], place, LENGTH) for place, size in enumerate(prompts)]
+    forward(model, *rows)
+    guesses = [[9, 30, 11, 40, 12, 50, 13], []]
+    alone = []
+    for token in (7, *guesses[0]):
+        rows[0].token_ids.append(token)
+        alone.append(forward(model, rows[0])[0])
+    rows[0].computed, rows[0].token_ids[126:] = 125, []
+    rows[1].token_ids.append(7)
+    alone.append(forward(model, rows[1])[0])
+    rows[1].computed -= 1
+    for place, row in enumerate(rows):
+        row.slot = place
+    tables = np.array([row.blocks for row in rows], dtype=np.int32)
+    step = build_verification(rows, guesses, BLOCK, len(model.program.cache_groups), tables)
+    together = model.forward(step)
+    assert len(together) == 9
+    for place, (one, other) in enumerate(zip(together, alone)):
+        assert np.array_equal(one, other), place
+
+
+@both
+@pytest.mark.parametrize(
+    "params",
+    [{"temperature": 0, "logprobs": 2}, {"temperature": 0.1, "seed": 3, "n": 2}, {"temperature": 0.1, "top_p": 0.9}],
+    ids=str,
+)
+def test_guesses_change_no_token_and_no_log_probability(
+    params: dict[str, Any], backend: Backend, tmp_path: Any
+) -> None:
+    random_model(tmp_path, Shape(hidden=64, intermediate=96, heads=2, kv_heads=1), std=0.1)
+    pieces = [TOKENS[:9] * 3, TOKENS[40:43], TOKENS[60:75]]
+    found = []
+    for guesses in (None, GUESSES):
+        llm = backend.llm(tmp_path, speculative_config=guesses, seed=5)
+        wanted = SamplingParams(max_tokens=40, ignore_eos=True, **params)
+        found.append([(o.token_ids, o.logprobs) for one in llm.generate(pieces, wanted) for o in one.outputs])
+        llm._engine.check()
+        assert (llm.load.accepted_tokens > 5) == (guesses is not None)
+    assert found[0] == found[1]
+
+
+@both
+def test_text_that_repeats_takes_fewer_steps(backend: Backend, tmp_path: Any) -> None:
+    model = loop_model(tmp_path)
+    llm = backend.llm(tmp_path, speculative_config=GUESSES)
+    tokens = llm.generate([model.ids("x")], SamplingParams(temperature=0, max_tokens=60))[0].outputs[0].token_ids
+    assert tokens == (model.id("a"),) * 60
+    assert llm.load.accepted_tokens > 45
