@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rvllm.engine.request import Request, Sequence
-from rvllm.engine.scheduler import Plan
-from rvllm.engine.speculation import Drafts
+from rvllm.engine.scheduler import Limits, Plan
+from rvllm.engine.speculation import Drafts, Verification
 from rvllm.program.program import Int32, Step
 from rvllm.sampling.sampler import SamplingRow, needs_last_token
 
@@ -22,7 +22,7 @@ class Flight:
     filled      sequences in which it ends a block, and how many tokens they then have in the cache
     followable  whether all it does is to draw one token for each sequence, for which nothing of the host is needed
     left        steps that may still follow until one of them reaches its length
-    drafts      of each sequence, where it verifies some: its rows are the last token's and theirs, sequence by sequence
+    verifies    guesses, if it does: then its rows are, sequence by sequence, the last token's and theirs
     """
 
     step: Step
@@ -33,7 +33,7 @@ class Flight:
     followable: bool
     left: int
     started: Any
-    drafts: Drafts | None = None
+    verifies: Verification | None = None
 
 
 @dataclass(slots=True)
@@ -89,11 +89,26 @@ def ask_verified(sequences: Items[Sequence], drafts: Drafts) -> Asked:
     return asked
 
 
-def first_row(request: Request, forbidden: Items[int], sequence: Sequence) -> SamplingRow:
-    """How the request's first token is drawn. `forbidden`: not before min_tokens tokens."""
-    early = tuple(forbidden) if request.params.min_tokens else ()
-    length = len(request.prompt_ids)
-    return SamplingRow(request.params, request.seed, length, request.prompt_ids, sequence.output_counts, early)
+def new_sequence(request: Request, keys: list[bytes], limits: Limits, *, arrival: int, turn: int) -> Sequence:
+    """What a request becomes, and how its first token is drawn. `keys`: of its prompt's full blocks."""
+    params, length = request.params, len(request.prompt_ids)
+    # The last token is drawn but never cached.
+    limit = min(limits.max_model_len, limits.blocks * limits.block_size + 1)
+    own = frozenset(params.stop_token_ids)
+    sequence = Sequence(
+        request,
+        limit if params.max_tokens is None else min(length + params.max_tokens, limit),
+        [],
+        list(request.prompt_ids),
+        rank=(request.priority if limits.by_priority else 0, arrival),
+        turn=turn,
+        keys=list(keys),
+        stop_ids=own if params.ignore_eos else own | limits.eos_ids,
+        counted=params.penalises,
+    )
+    early = tuple(sorted(sequence.stop_ids)) if params.min_tokens else ()
+    sequence.row = SamplingRow(params, request.seed, length, request.prompt_ids, sequence.output_counts, early)
+    return sequence
 
 
 def next_row(sequence: Sequence) -> SamplingRow:

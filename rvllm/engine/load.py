@@ -149,6 +149,7 @@ def _on_gpu(
         block_size=config.block_size,
         vocab_limit=vocab_limit,
         eager=config.enforce_eager,
+        guessed_length=length if config.speculative_config is not None else 0,
         progress=progress,
     )
     memory = config.kv_cache_memory_bytes

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from rvllm.errors import BadRequest
 from rvllm.sampling.lookup import Past
 from rvllm.sampling.params import SamplingParams
 from rvllm.sampling.sampler import Sampled, SamplingRow
+
+RANK = attrgetter("rank")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,3 +133,10 @@ def leave_family(sequence: Sequence) -> None:
         for sibling in others:
             sibling.leader = leader
         sequence.siblings = []
+
+
+def take_out(queue: list[Sequence], sequence: Sequence) -> None:
+    """Remove a sequence from a list in order of rank."""
+    place = bisect_left(queue, sequence.rank, key=RANK)
+    assert queue[place] is sequence, sequence
+    del queue[place]

@@ -7,21 +7,43 @@ that were all wrong, twice as long each time: text that does not repeat is hardl
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rvllm.config import Speculation
 from rvllm.engine.request import Sequence
 from rvllm.program.program import Int32
-from rvllm.sampling.lookup import NONE, Past, lookup
-from rvllm.sampling.sampler import changes_logits
+from rvllm.sampling.lookup import NONE, Guessing, Past, lookup
+from rvllm.sampling.sampler import changes_logits, needs_last_token
 
 MOST_ROWS = 64  # up to here a row's bits do not depend on the rows beside it, and another one costs little
 WORTH_WHILE = 4  # one in so many of the sequences has to have guesses: all of them wait for the step before to be read
 
 Drafts = list[list[int]]
 """Of each sequence of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What a step verifies, of each sequence in order: its guesses, and the rows behind its last token's, no fewer.
+
+    guessing: where the model is to go on with its own; the drafts of a step that follows are known when the one before
+    has been read.
+    """
+
+    drafts: Drafts
+    rooms: tuple[int, ...]
+    guessing: Guessing | None = None
+
+    def filled(self, sequences: Items[Sequence]) -> Drafts:
+        """A token for every row behind a sequence's last token: its guesses, then anything, here that token."""
+        pairs = zip(sequences, self.drafts, self.rooms)
+        return [guesses + [one.token_ids[-1]] * (room - len(guesses)) for one, guesses, room in pairs]
+
+    def next(self) -> Verification:
+        """The one that follows, its drafts not yet known."""
+        return replace(self, drafts=[])
 
 
 @dataclass(slots=True)
@@ -80,6 +102,30 @@ class Speculator:
         guessed = sum(map(bool, found))
         return found if guessed and guessed * WORTH_WHILE >= len(found) else None
 
+    def verification(self, sequences: Items[Sequence], drafts: Drafts, goes_on: bool) -> Verification:
+        """The step for these drafts. goes_on: the model may go on by itself, unless a sequence is about to end."""
+        room, settings = self.room(len(sequences)), self._settings
+        rooms = tuple(room if may_have_guesses(sequence) else 0 for sequence in sequences)
+        left = min((one.limit - len(one.token_ids) for one, room in zip(sequences, rooms) if room), default=0)
+        if not goes_on or left < most_ahead(room) or any(needs_last_token(one.row) for one in sequences if one.row):
+            return Verification(drafts, tuple(map(len, drafts)))
+        assert settings is not None
+        pasts, counts = tuple(map(past_of, sequences)), tuple(map(len, drafts))
+        ends = settings.prompt_lookup_min, settings.prompt_lookup_max
+        return Verification(drafts, rooms, Guessing(rooms, counts, pasts, *ends))
+
+    def goes_on(self, sequences: Items[Sequence], verification: Verification) -> bool:
+        """Whether the step after one that verifies these guesses had better bring some, too, before that one is read.
+
+        Not where most were none, or those before were all wrong; nor so near a length that it could go beyond.
+        """
+        guessed = 0
+        for sequence, guesses, room in zip(sequences, verification.drafts, verification.rooms):
+            if sequence.limit - len(sequence.token_ids) < most_ahead(room):
+                return False
+            guessed += bool(guesses) and sequence.past is not None and not sequence.past.misses
+        return guessed * WORTH_WHILE >= len(sequences)
+
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Count what became of a sequence's guesses."""
         if not drafted:
@@ -97,6 +143,11 @@ class Speculator:
         if not past.rested:
             return NONE
         return lookup(past.tokens, most, settings.prompt_lookup_min, settings.prompt_lookup_max)
+
+
+def most_ahead(room: int) -> int:
+    """Tokens by which a sequence may be longer after a step that is under way and one that follows it."""
+    return 2 * (1 + room)
 
 
 def may_have_guesses(sequence: Sequence) -> bool:

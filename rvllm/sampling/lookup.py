@@ -86,3 +86,20 @@ class Past:
             return
         self.misses += 1
         self.rests_until = self.length + (1 << min(self.misses, LONGEST_REST))
+
+
+@dataclass(frozen=True, slots=True)
+class Guessing:
+    """What a device needs to go on from a step that verifies guesses with its own: of each sequence, in order.
+
+    rooms     its rows behind the one of its last token: what the device fills with guesses; 0: it gets none
+    counts    how many of them are guesses now, the first ones
+    pasts     its tokens; of one with no room nothing is read
+    shortest, longest   as in `lookup`
+    """
+
+    rooms: tuple[int, ...]
+    counts: tuple[int, ...]
+    pasts: tuple[Past, ...]
+    shortest: int
+    longest: int

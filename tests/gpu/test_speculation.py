@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from rvllm import SamplingParams
+from rvllm.backend.cuda.model import CudaModel
+from rvllm.engine.request import Request
 from rvllm.engine.step import build_verification
 from rvllm.program.dtype import BF16, E4M3, F16, DType
 from tests.fixtures.models import Shape, loop_model, random_model
@@ -69,6 +71,7 @@ def test_guesses_change_no_token_and_no_log_probability(
         wanted = SamplingParams(max_tokens=40, ignore_eos=True, **params)
         found.append([(o.token_ids, o.logprobs) for one in llm.generate(pieces, wanted) for o in one.outputs])
         llm._engine.check()
+        assert llm._engine.free_blocks == llm._engine.limits.blocks
         assert (llm.load.accepted_tokens > 5) == (guesses is not None)
     assert found[0] == found[1]
 
@@ -80,3 +83,34 @@ def test_text_that_repeats_takes_fewer_steps(backend: Backend, tmp_path: Any) ->
     tokens = llm.generate([model.ids("x")], SamplingParams(temperature=0, max_tokens=60))[0].outputs[0].token_ids
     assert tokens == (model.id("a"),) * 60
     assert llm.load.accepted_tokens > 45
+
+
+@both
+def test_steps_with_guesses_of_the_device_are_started_before_the_step_before_is_read(
+    backend: Backend, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is accepted in them is what the host finds accepted, over borders of blocks and with another beside."""
+    model = loop_model(tmp_path)
+    started: list[bool] = []
+    original = CudaModel.start
+
+    def start(self: CudaModel, *given: Any, follows: bool = False, **how: Any) -> Any:
+        started.append(follows and self._guesses)
+        return original(self, *given, follows=follows, **how)
+
+    monkeypatch.setattr(CudaModel, "start", start)
+    llm = backend.llm(tmp_path, speculative_config=GUESSES, block_size=16)
+    wanted = [
+        SamplingParams(temperature=heat, max_tokens=70, seed=4, presence_penalty=penalty)
+        for heat, penalty in ((0, 0), (0.3, 0), (0, 1e-3))
+    ]
+    asked = [Request(str(n), tuple(model.ids("x")), params, 4) for n, params in enumerate(wanted)]
+    for request in asked:
+        llm._engine.add(request)
+    found: dict[str, list[int]] = {}
+    while llm._engine.busy:
+        for event in llm._engine.step():
+            found.setdefault(event.request_id, []).append(event.token_id)
+        llm._engine.check()
+    assert all(tokens == [model.id("a")] * 70 for tokens in found.values()) and len(found) == 3
+    assert sum(started) > 8 and llm.load.accepted_tokens > 100

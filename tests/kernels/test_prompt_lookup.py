@@ -73,7 +73,9 @@ def run(
 
 @pytest.mark.parametrize("block", [32, 256])
 @pytest.mark.parametrize("ends", [(1, 1), (2, 4), (3, 32)])
-def test_steps_in_a_row_are_what_the_definition_makes_of_them(device: Device, ends: tuple[int, int], block: int) -> None:
+def test_steps_in_a_row_are_what_the_definition_makes_of_them(
+    device: Device, ends: tuple[int, int], block: int
+) -> None:
     pasts = [RNG.integers(0, 3, length).astype(np.int32) for length in (1, 2, 40, 300, 5)]
     assert run(device, pasts, [4, 31, 1, 7, 0], 4, ends, block, 0.7, 3) > 5
 
