@@ -78,9 +78,9 @@ class Speculator:
             return False
         found = 0
         for sequence in sequences:
-            hoped = len(self._guess(sequence, 1)) > 0
-            if hoped:
-                past_of(sequence).hoped = True
+            past = self._hopeful(sequence)
+            if past is not None:
+                past.hoped = True
                 found += 1
         return found > 0 and found * WORTH_WHILE >= len(sequences)
 
@@ -135,12 +135,17 @@ class Speculator:
         self.drafted.accepted += accepted
         past_of(sequence).learn(accepted)
 
+    def _hopeful(self, sequence: Sequence) -> Past | None:
+        """The past of a sequence for which there are guesses now."""
+        settings = self._settings
+        if settings is None or not may_have_guesses(sequence):
+            return None
+        past = past_of(sequence)
+        return past if past.rested and past.recurs(settings.prompt_lookup_min) else None
+
     def _guess(self, sequence: Sequence, most: int) -> Int32:
-        if most < 1 or not may_have_guesses(sequence):
-            return NONE
-        past, settings = past_of(sequence), self._settings
-        assert settings is not None
-        if not past.rested:
+        past, settings = self._hopeful(sequence), self._settings
+        if most < 1 or past is None or settings is None:
             return NONE
         return lookup(past.tokens, most, settings.prompt_lookup_min, settings.prompt_lookup_max)
 

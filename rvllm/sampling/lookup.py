@@ -8,7 +8,7 @@ drawn without guessing, at any temperature, and the output is the same token by 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -56,6 +56,7 @@ class Past:
     misses       guesses in a row, of several tokens each, of which nothing was right
     rests_until  no guesses before it has so many tokens
     hoped        whether guesses are expected behind the token that is being drawn
+    seen         hashes of its runs of so many tokens as a guess takes, the first `runs` of them
     """
 
     room: Int32
@@ -63,6 +64,8 @@ class Past:
     misses: int = 0
     rests_until: int = 0
     hoped: bool = False
+    seen: set[int] = field(default_factory=set)
+    runs: int = 0
 
     @property
     def tokens(self) -> Int32:
@@ -78,6 +81,18 @@ class Past:
         if length > self.length:
             self.room[self.length : length] = token_ids[self.length :]
             self.length = length
+
+    def recurs(self, shortest: int) -> bool:
+        """Whether `lookup` finds anything, `shortest` always being the same: mostly not, which is known at once.
+
+        True, one time in very many, also where it does not.
+        """
+        before = self.length - shortest  # runs that end before the last token
+        if before > self.runs:
+            ids = self.room[self.runs : self.length - 1].tolist()
+            self.seen.update(map(hash, zip(*(ids[place:] for place in range(shortest)))))
+            self.runs = before
+        return hash(tuple(self.tokens[-shortest:].tolist())) in self.seen
 
     def learn(self, accepted: int) -> None:
         """After guesses: rest for the longer, the more in a row were wrong."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rvllm.config import Speculation
 from rvllm.errors import StartError
-from rvllm.sampling.lookup import accepted, lookup
+from rvllm.sampling.lookup import Past, accepted, lookup
 
 
 def searched(tokens: list[int], count: int, shortest: int, longest: int) -> list[int]:
@@ -45,6 +45,28 @@ def test_drafts_follow_the_last_of_the_longest_matches(tokens: list[int], count:
 )
 def test_what_is_drafted_in_cases_that_a_reader_can_check(tokens: list[int], drafts: list[int]) -> None:
     assert lookup(np.array(tokens, dtype=np.int32), 4, 2, 3).tolist() == drafts
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=12), st.integers(1, 4))
+def test_whether_anything_is_found_is_known_without_looking(parts: list[list[int]], shortest: int) -> None:
+    past, tokens = Past(np.empty(64, dtype=np.int32)), [1]
+    past.extend(tokens)
+    for part in parts:
+        tokens += part
+        past.extend(tokens)
+        found = lookup(np.array(tokens, dtype=np.int32), 3, shortest, shortest + 2)
+        assert past.tokens.tolist() == tokens and past.recurs(shortest) == (len(found) > 0)
+
+
+def test_after_wrong_guesses_there_is_a_rest_that_doubles() -> None:
+    past = Past(np.empty(4096, dtype=np.int32))
+    past.extend([0] * 10)
+    rests = []
+    for accepted_ones in (0, 0, 0, 2, 0, *[0] * 9):
+        past.learn(accepted_ones)
+        rests.append(past.rests_until - past.length)
+        past.extend([0] * max(past.rests_until, past.length))
+    assert rests == [2, 4, 8, 0, 2, 4, 8, 16, 32, 64, 64, 64, 64, 64]
 
 
 def test_drafts_are_accepted_up_to_the_first_that_was_not_drawn() -> None:
