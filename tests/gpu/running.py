@@ -74,6 +74,7 @@ def cuda_model(
     eager: bool = False,
     places: int = PLACES,
     kv_dtype: DType | None = None,
+    guessed_length: int = 0,
 ) -> CudaModel:
     program = fuse(record(source, dtype=dtype, kv_dtype=kv_dtype or dtype, max_length=length), FUSIONS)
     return CudaModel(
@@ -85,6 +86,7 @@ def cuda_model(
         block_size=BLOCK,
         vocab_limit=source.config.vocab_size,
         eager=eager,
+        guessed_length=guessed_length,
     )
 
 

@@ -12,6 +12,8 @@ from rvllm.backend.cuda.model import CudaModel
 from rvllm.engine.request import Request
 from rvllm.engine.step import build_verification
 from rvllm.program.dtype import BF16, E4M3, F16, DType
+from rvllm.sampling.lookup import Guessing, Past, accepted, lookup
+from rvllm.sampling.sampler import SamplingRow
 from tests.fixtures.models import Shape, loop_model, random_model
 from tests.gpu.running import BLOCK, BOTH, REFERENCE, Backend, cuda_model, forward, opened, sequence
 
@@ -114,3 +116,42 @@ def test_steps_with_guesses_of_the_device_are_started_before_the_step_before_is_
         llm._engine.check()
     assert all(tokens == [model.id("a")] * 70 for tokens in found.values()) and len(found) == 3
     assert sum(started) > 8 and llm.load.accepted_tokens > 100
+
+
+@both
+def test_the_device_guesses_from_each_sequences_own_past_whoever_had_its_place_before(backend: Backend) -> None:
+    """Sequences come and go between two fresh steps, and one has none; what is told is what the definition finds."""
+    source, length = opened(REFERENCE / PLAIN), 512
+    model = cuda_model(source, BF16, backend.device, length, places=16, guessed_length=length)
+    # Every token stands in each, in another place: whatever is drawn, there are guesses. No matter what is in the cache.
+    texts = [np.random.default_rng(seed).permutation(source.config.vocab_size).tolist() for seed in range(4)]
+    rows = [sequence(model.program, text, place, length) for place, text in enumerate(texts)]
+    for row in rows:
+        row.computed = len(row.token_ids) - 1
+    pasts = [Past(np.empty(length, dtype=np.int32)) for _ in rows]
+    tables = np.array([row.blocks for row in rows], dtype=np.int32)
+    for chosen, rooms in (((0, 1, 2), (3, 0, 3)), ((2, 3), (4, 4)), ((1, 0), (2, 5))):
+        own = [rows[place] for place in chosen]
+        for place, one in zip(chosen, own):
+            pasts[place].extend(one.token_ids)
+            one.slot = place
+        guesses = [[9] * room for room in rooms]
+        step = build_verification(own, guesses, BLOCK, len(model.program.cache_groups), tables)
+        asked = [SamplingRow(SamplingParams(temperature=0), 0, position + 1) for position in step.positions.tolist()]
+        guessing = Guessing(rooms, tuple(len(one) for one in guesses), tuple(pasts[place] for place in chosen), 1, 3)
+        started = model.start(step, asked, guessing=guessing)
+        for turn in range(3):
+            after = model.start(None, asked, follows=True) if turn < 2 else None
+            drawn = [one.token_id for one in model.finish(started)]
+            row = 0
+            for one, room, guess in zip(own, rooms, guesses):
+                tokens = drawn[row : row + 1 + room]
+                one.token_ids += tokens[: accepted(guess, tokens) + 1]
+                one.computed = len(one.token_ids) - 1
+                row += 1 + room
+            known = [np.array(one.token_ids, dtype=np.int32) for one in own]
+            guesses = [lookup(past, room, 1, 3).tolist() if room else [] for past, room in zip(known, rooms)]
+            assert model.guessed(started) == guesses
+            assert list(map(len, guesses)) == list(rooms)
+            if after is not None:
+                started = after
