@@ -20,6 +20,10 @@ from rvllm.sampling.sampler import changes_logits, needs_last_token
 MOST_ROWS = 64  # up to here a row's bits do not depend on the rows beside it, and another one costs little
 WORTH_WHILE = 4  # one in so many of the sequences has to have guesses: all of them wait for the step before to be read
 
+CHEAP_ROWS = 8  # a step of so many costs hardly more than one of a single row
+PATIENCE = 3  # steps in a row without guesses after which it is time for plain ones again, where they are cheap
+MOST_MISSES = 1  # in a row, so that the device goes on guessing: where a text was edited, one is wrong
+
 Drafts = list[list[int]]
 """Of each sequence of a step."""
 
@@ -29,12 +33,13 @@ class Verification:
     """What a step verifies, of each sequence in order: its guesses, and the rows behind its last token's, no fewer.
 
     guessing: where the model is to go on with its own; the drafts of a step that follows are known when the one before
-    has been read.
+    has been read. idle: the steps before in which there were none.
     """
 
     drafts: Drafts
     rooms: tuple[int, ...]
     guessing: Guessing | None = None
+    idle: int = 0
 
     def filled(self, sequences: Items[Sequence]) -> Drafts:
         """A token for every row behind a sequence's last token: its guesses, then anything, here that token."""
@@ -43,7 +48,7 @@ class Verification:
 
     def next(self) -> Verification:
         """The one that follows, its drafts not yet known."""
-        return replace(self, drafts=[])
+        return replace(self, drafts=[], idle=0 if any(self.drafts) else self.idle + 1)
 
 
 @dataclass(slots=True)
@@ -117,13 +122,16 @@ class Speculator:
     def goes_on(self, sequences: Items[Sequence], verification: Verification) -> bool:
         """Whether the step after one that verifies these guesses had better bring some, too, before that one is read.
 
-        Not where most were none, or those before were all wrong; nor so near a length that it could go beyond.
+        Not where most were none for a while, or those before were all wrong; nor so near a length that it could go
+        beyond.
         """
-        guessed = 0
+        guessed, rows = 0, len(sequences) + sum(verification.rooms)
+        waits = rows <= CHEAP_ROWS and verification.idle < PATIENCE
         for sequence, guesses, room in zip(sequences, verification.drafts, verification.rooms):
             if sequence.limit - len(sequence.token_ids) < most_ahead(room):
                 return False
-            guessed += bool(guesses) and sequence.past is not None and not sequence.past.misses
+            good = sequence.past is not None and sequence.past.misses <= MOST_MISSES
+            guessed += good and (waits or bool(guesses))
         return guessed * WORTH_WHILE >= len(sequences)
 
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
