@@ -94,7 +94,8 @@ class EngineConfig:
     prefill_chunk            prompts are read in pieces of this many tokens
     load_format              "dummy": random weights of the right shapes, no file read but the configuration
     max_logprobs             log-probabilities of one token that a request may ask for
-    speculative_config       guess tokens and compute several at once: the same tokens, sooner where they repeat
+    speculative_config       guess tokens and compute several at once: the same tokens, sooner where they repeat, as
+                             long as no more than 32 sequences run
     seed                     of requests that bring none: request i gets a seed derived from it; None: from the system
     """
 

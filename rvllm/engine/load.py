@@ -12,7 +12,7 @@ from rvllm.engine.block_pool import block_bytes, blocks_for
 from rvllm.engine.device import choose_device
 from rvllm.engine.engine import Engine
 from rvllm.engine.model import Model
-from rvllm.engine.scheduler import Limits
+from rvllm.engine.scheduler import Limits, guessed_rows
 from rvllm.errors import StartError
 from rvllm.model.source import Source, cache_dtype, context_length, record, weights_for
 from rvllm.program.dtype import BF16, F16, F32, DType
@@ -166,6 +166,7 @@ def step_limits(config: EngineConfig, length: int) -> StepLimits:
     from rvllm.backend.cuda.model import StepLimits
 
     rows = config.max_num_seqs + min(SCORE_CHUNK, prompt_chunk(config)) - 1
+    rows = max(rows, guessed_rows(config.max_num_seqs, config.speculative_config))
     return StepLimits(max(config.max_num_batched_tokens, rows), rows, blocks_for(length, config.block_size))
 
 

@@ -14,10 +14,9 @@ import numpy as np
 from rvllm.config import Speculation
 from rvllm.engine.request import Sequence
 from rvllm.program.program import Int32
-from rvllm.sampling.lookup import NONE, Guessing, Past, lookup
+from rvllm.sampling.lookup import MOST_ROWS, NONE, Guessing, Past, lookup
 from rvllm.sampling.sampler import changes_logits, needs_last_token
 
-MOST_ROWS = 64  # up to here a row's bits do not depend on the rows beside it, and another one costs little
 WORTH_WHILE = 4  # one in so many of the sequences has to have guesses: all of them wait for the step before to be read
 
 CHEAP_ROWS = 8  # a step of so many costs hardly more than one of a single row

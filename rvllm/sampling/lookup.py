@@ -15,6 +15,9 @@ import numpy as np
 from rvllm.program.program import Int32
 
 NONE = np.zeros(0, dtype=np.int32)
+MOST_ROWS = 64
+"""Of a step that verifies guesses: up to here a row's bits do not depend on the rows beside it, and one more costs
+little."""
 LONGEST_REST = 6
 """Of guessing: 2**6 tokens."""
 

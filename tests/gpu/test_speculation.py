@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from rvllm.sampling.lookup import Guessing, Past, accepted, lookup
 from rvllm.sampling.sampler import SamplingRow
 from tests.fixtures.models import Shape, loop_model, random_model
 from tests.gpu.running import BLOCK, BOTH, REFERENCE, Backend, cuda_model, forward, opened, sequence
+from tests.kernels.host_device import HostDevice
 
 both = pytest.mark.parametrize("backend", BOTH, indirect=True)
 PLAIN, SLIDING = "llama-gqa-tied-llama3-rope", "qwen2-upper-layers-slide"
@@ -155,3 +157,22 @@ def test_the_device_guesses_from_each_sequences_own_past_whoever_had_its_place_b
             assert list(map(len, guesses)) == list(rooms)
             if after is not None:
                 started = after
+
+
+def test_a_step_with_guesses_of_the_device_is_not_copied() -> None:
+    host = HostDevice("t80")
+    model = cuda_model(opened(REFERENCE / PLAIN), BF16, host, LENGTH, places=16, guessed_length=LENGTH)
+    row = sequence(model.program, TOKENS[:20], 0, LENGTH)
+    row.computed, row.slot = 19, 0
+    past = Past(np.empty(LENGTH, dtype=np.int32))
+    past.extend(row.token_ids)
+    tables = np.array([row.blocks[:3]], dtype=np.int32)
+    row.blocks = row.blocks[:3]
+    step = build_verification([row], [[5] * 7], BLOCK, len(model.program.cache_groups), tables)
+    step = replace(step, block_tables=(np.repeat(tables, 8, axis=0),))
+    asked = [SamplingRow(SamplingParams(temperature=0.5), 0, 20 + ahead) for ahead in range(8)]
+    model.finish(model.start(step, asked, guessing=Guessing((7,), (7,), (past,), 1, 3)))
+    before = host.copied_bytes
+    for _ in range(3):  # as long as no block is added, though each might bring eight tokens
+        model.finish(model.start(step, asked, follows=True))
+    assert host.copied_bytes == before

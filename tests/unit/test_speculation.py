@@ -17,8 +17,8 @@ from rvllm.config import Speculation
 from rvllm.engine.engine import Engine
 from rvllm.engine.request import Request, TokenEvent
 from rvllm.engine.scheduler import Limits
-from rvllm.engine.speculation import MOST_ROWS
 from rvllm.program.program import Int32
+from rvllm.sampling.lookup import MOST_ROWS
 from rvllm.sampling.params import SamplingParams
 from tests.fixtures.recall_model import EOS, VOCAB, RecallModel, continuation, echoes, run_all
 
@@ -48,7 +48,7 @@ def made(
         "max_num_seqs": 6,
         "max_num_batched_tokens": 64,
         "prefill_chunk": 32,
-        "score_chunk": 32,
+        "score_chunk": 8,
         "vocab_limit": VOCAB,
         "eos_ids": frozenset({EOS}),
         "speculation": guesses,

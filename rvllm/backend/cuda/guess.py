@@ -12,9 +12,8 @@ import numpy as np
 from rvllm.backend.cuda.kernels import Device
 from rvllm.backend.cuda.lower import Launch
 from rvllm.program.program import Int32
-from rvllm.sampling.lookup import Guessing, Past
+from rvllm.sampling.lookup import MOST_ROWS, Guessing, Past
 
-MOST_ROWS = 64  # of a step that verifies guesses
 MOST_PASTS = MOST_ROWS // 2  # each has a row for a guess besides its last token's
 BLOCK = 512  # threads for a past; its tokens are read four at a time by each
 

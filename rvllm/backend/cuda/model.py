@@ -278,8 +278,9 @@ class CudaModel:
             assert len(step.block_tables[0]) == self._followed, "a step that follows has the same sequences"
             self._tables = step.block_tables
         self._longest += self._guesser.most_ahead if self._guesser is not None and self._guesses else 1
-        if not known or self._longest > self._columns * self._block_size:
-            self._columns = columns_for(self._tables, self._longest, self._block_size)
+        columns = columns_for(self._tables, self._longest, self._block_size)
+        if not known or (self._longest > self._columns * self._block_size and columns > self._columns):
+            self._columns = columns
             host = self._hosts[self._turn]
             self._copy_in(host, pack_tables(self._tables, self._columns, host))
         return self._decode_bucket(self._followed)
