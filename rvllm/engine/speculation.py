@@ -80,13 +80,12 @@ class Speculator:
         """
         if self.room(len(sequences)) < 1:
             return False
-        found = 0
-        for sequence in sequences:
-            past = self._hopeful(sequence)
-            if past is not None:
-                past.hoped = True
-                found += 1
-        return found > 0 and found * WORTH_WHILE >= len(sequences)
+        found = [past for past in map(self._hopeful, sequences) if past is not None]
+        if not found or len(found) * WORTH_WHILE < len(sequences):
+            return False
+        for past in found:
+            past.hoped = True
+        return True
 
     def drafts(self, sequences: Items[Sequence]) -> Drafts | None:
         """Guesses for each of the sequences, all of which decode; None where they are not worth a step of their own."""
