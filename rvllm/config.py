@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from rvllm.errors import StartError
 
 DEFAULT_MODEL = "smollm2"
 DEVICES = ("auto", "cpu", "cuda")
@@ -15,6 +19,59 @@ REFUSED_KV_CACHE_DTYPES = {
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 BLOCK_SIZES = (16, 32, 64)
 CPU_CACHE_BYTES = 4 << 30
+MOST_DRAFTS, LONGEST_LOOKUP = 31, 32
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How tokens are guessed: by prompt lookup, from where a sequence's last tokens stood before in it.
+
+    num_speculative_tokens                 drafts of one sequence in one step, at the most
+    prompt_lookup_min, prompt_lookup_max   of so many last tokens, the most that are found again
+    """
+
+    num_speculative_tokens: int
+    prompt_lookup_min: int = 3
+    prompt_lookup_max: int = 5
+
+    def __post_init__(self) -> None:
+        limits = {
+            "num_speculative_tokens": (1, MOST_DRAFTS),
+            "prompt_lookup_min": (1, LONGEST_LOOKUP),
+            "prompt_lookup_max": (self.prompt_lookup_min, LONGEST_LOOKUP),
+        }
+        for name, (least, most) in limits.items():
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= most:
+                raise StartError(
+                    f"speculative_config's {name} is {value!r}, it has to be a whole number from {least} to {most}"
+                )
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> Speculation:
+        """From vLLM's --speculative-config: {"method": "ngram", "num_speculative_tokens": ...}. Raises StartError.
+
+        Where one of prompt_lookup_min and prompt_lookup_max is given, it is both, as in vLLM.
+        """
+        values = dict(given)
+        method = values.pop("method", None)
+        if method != "ngram":
+            raise StartError(
+                f'speculative_config\'s method is {method!r}, there is "ngram" alone: no draft model is run'
+            )
+        unknown = sorted(set(values) - set(cls.__slots__))
+        if unknown:
+            raise StartError(
+                f"speculative_config has {', '.join(map(repr, unknown))}, which is not done",
+                hint=f"it may have method, {', '.join(cls.__slots__)}",
+            )
+        if "num_speculative_tokens" not in values:
+            raise StartError("speculative_config has no num_speculative_tokens", hint='such as 7, in {"method": ...}')
+        ends = ("prompt_lookup_min", "prompt_lookup_max")
+        given_ends = [values[name] for name in ends if name in values]
+        if len(given_ends) == 1:
+            values |= dict.fromkeys(ends, given_ends[0])
+        return cls(**values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +96,8 @@ class EngineConfig:
     prefill_chunk            prompts are read in pieces of this many tokens
     load_format              "dummy": random weights of the right shapes, no file read but the configuration
     max_logprobs             log-probabilities of one token that a request may ask for
+    speculative_config       guess tokens and compute several at once: the same tokens, sooner where they repeat, as
+                             long as no more than 32 sequences run
     seed                     of requests that bring none: request i gets a seed derived from it; None: from the system
     """
 
@@ -63,5 +122,6 @@ class EngineConfig:
     chat_template: str | None = None
     generation_config: str = "auto"
     max_logprobs: int = 20
+    speculative_config: Speculation | None = None
     seed: int | None = None
     offline: bool = False

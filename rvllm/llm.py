@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rvllm.config import DEFAULT_MODEL, EngineConfig
+from rvllm.config import DEFAULT_MODEL, EngineConfig, Speculation
 from rvllm.engine.engine import Engine
 from rvllm.engine.load import load_engine
 from rvllm.engine.request import Request, TokenEvent, check_request
+from rvllm.engine.tally import Load
 from rvllm.errors import BadRequest
 from rvllm.model.files import ModelFiles, Progress, locate, read_json
 from rvllm.model.source import open_source
@@ -91,7 +92,7 @@ class _Terms:
 
 
 class LLM:
-    """A loaded model. `settings` are EngineConfig's fields by name.
+    """A loaded model. `settings` are EngineConfig's fields by name; speculative_config may be vLLM's mapping.
 
         llm = LLM("smollm2")
         llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text
@@ -108,6 +109,9 @@ class LLM:
         **settings: Any,
     ) -> None:
         warn = warn or _warn
+        guesses = settings.get("speculative_config")
+        if isinstance(guesses, Mapping):
+            settings["speculative_config"] = Speculation.parse(guesses)
         self.config = EngineConfig(model=model, **settings)
         files = locate(model, offline=self.config.offline, progress=progress)
         source = open_source(files, load_format=self.config.load_format, warn=warn)
@@ -164,6 +168,11 @@ class LLM:
         asked = [(item, self.encode_prompt(item)) if isinstance(item, str) else (None, list(item)) for item in items]
         params = sampling_params or self.get_default_sampling_params()
         return self._complete(asked, params, _Terms(priority, cache_salt))
+
+    @property
+    def load(self) -> Load:
+        """What the engine is busy with, and has done since it began: guesses and those that were right, too."""
+        return self._engine.load
 
     def reset_prefix_cache(self) -> None:
         """Forget what earlier prompts left in the cache."""

@@ -162,24 +162,8 @@ DEVICE Workspace workspace_of(unsigned char* base, int rows, int row, int limit)
           histograms + row, maxima + int64(row) * 2 * groups, groups};
 }
 
-// ---- Reductions. `join` is associative and commutative; every lane, or thread, gets the result.
-template <typename T, typename Join>
-DEVICE T warp_joined(T value, Join join) {
-  UNROLL
-  for (int apart = WARP / 2; apart > 0; apart /= 2) value = join(value, shuffle_xor(value, apart));
-  return value;
-}
+// ---- Reductions: every lane, or thread, gets the result.
 DEVICE uint64 warp_best(uint64 value) { return warp_joined(value, larger_rank); }
-
-template <typename Join>
-DEVICE uint64 block_joined(uint64 value, Join join) {
-  SHARED_ARRAY(uint64, parts, MOST_WARPS);
-  value = warp_joined(value, join);
-  sync_block();  // the call before may still be read
-  if (lane_index() == 0) parts[warp_index()] = value;
-  sync_block();
-  return warp_joined(lane_index() < warp_count() ? parts[lane_index()] : uint64(0), join);  // 0 changes no result
-}
 
 // True in every thread of the block of a row that arrives last; what the others wrote is then seen, and the counter is
 // zero again. The block's threads have met since they last wrote: the fence is for all of them.

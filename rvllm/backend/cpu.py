@@ -28,6 +28,7 @@ from rvllm.program.ops import (
 )
 from rvllm.program.plan import MemoryPlan, plan
 from rvllm.program.program import Program, Step, joined_name, matrices
+from rvllm.sampling.lookup import Guessing
 from rvllm.sampling.sampler import Sampled, SamplingRow, sample_rows
 
 Progress = Callable[[str, int, int], None]
@@ -62,16 +63,22 @@ class CpuModel:
         self._arena = np.empty(0, dtype=np.float32)
         self._views: dict[tuple[int, int], dict[str, Float32]] = {}
 
-    runs_ahead = False
+    runs_ahead = guesses = False
 
-    def start(self, step: Step, rows: Sequence[SamplingRow], *, follows: bool = False) -> list[Sampled]:
+    def start(
+        self, step: Step, rows: Sequence[SamplingRow], *, follows: bool = False, guessing: Guessing | None = None
+    ) -> list[Sampled]:
         """Compute one step and draw a token for each of its wanted rows: here all is done at once."""
-        assert not follows
+        assert not follows and guessing is None
         return sample_rows(self.forward(step), rows, self._vocab_limit)
 
     def finish(self, started: list[Sampled]) -> list[Sampled]:
         """What `start` gave."""
         return started
+
+    def guessed(self, started: list[Sampled]) -> list[list[int]]:
+        """Nothing is guessed here."""
+        raise AssertionError("no step was started with guesses to go on from")
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy cache blocks (from, to) in every layer."""

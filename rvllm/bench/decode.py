@@ -128,7 +128,7 @@ def warmed(bench: Bench, cell: Cell) -> Cell:
     output = min(cell.outputs)
     for _ in range(_TRIES):
         done = bench.run(cell.sequences, cell.prompt, output)
-        if len(cell.outputs) == 1 or done.most_at_once == cell.sequences:
+        if len(cell.outputs) == 1 or done.most_at_once >= cell.sequences:
             return cell.later(output - min(cell.outputs))
         output = max(output + 1, done.reading_steps() * 5 // 4 + 1)
         if cell.settled or cell.later(output - min(cell.outputs)).tokens > bench.max_tokens:
@@ -148,6 +148,8 @@ def figure(bench: Bench, cell: Cell, runs: list[tuple[Run, ...]]) -> Figure:
     if len(cell.outputs) == 2:
         speed = slope((tokens[0], tokens[1]), *wall_s)
         steps = [seconds for _, long in runs for seconds in long.step_seconds(cell.sequences)]
+        if not steps:  # tokens were guessed: hardly a step brings one for each sequence
+            steps = [seconds for _, long in runs for seconds in long.step_seconds()]
     else:
         speed = rate(tokens[0], wall_s[0])
         steps = [seconds for (done,) in runs for seconds in done.step_seconds()]

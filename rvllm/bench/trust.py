@@ -16,6 +16,7 @@ MOST_ROWS = 64
 
 PROMPT_TOKENS = (3, 40, 1, 200)
 AFTER_PROMPTS, AFTER_ONE = 8, 36  # tokens of output; 36 after one token cross the border of a cache block of 32
+_GUESSED = 4  # rows that are drawn again without guesses
 _HINT = "no figure is printed; `rvllm doctor --check MODEL` names the op that is wrong on a GPU"
 
 
@@ -28,6 +29,7 @@ def check_outputs(
     max_tokens: int,
     max_prompt: int,
     batch_invariant: bool = False,
+    guesses: bool = False,
 ) -> int:
     """Raise WrongOutput where the engine breaks a promise; the number of tokens that were looked at.
 
@@ -36,6 +38,7 @@ def check_outputs(
     `max_tokens`: the longest prompt and output together; `max_prompt`: the longest prompt that the engine reads anew
     each time: what it finds in its cache may have been read with other neighbours, and so with other roundings.
     batch_invariant: so must prompts of any length, and rows beyond MOST_ROWS.
+    `guesses`: whether tokens are guessed: the same are drawn then where they are not.
     """
     rows = rows if batch_invariant else min(rows, MOST_ROWS)
     longest = min(max_prompt, max_tokens - 1)
@@ -55,14 +58,24 @@ def check_outputs(
     for row in sorted({0, rows // 2, rows - 1}):
         alone = _outputs(engine, workload, ones[row : row + 1], output, vocab)
         _compare(batch[row : row + 1], alone, f"row {row} of a batch of {rows}, against the row alone")
+    if guesses:
+        for row in range(min(rows, _GUESSED)):
+            plain = _outputs(engine, workload, ones[row : row + 1], output, vocab, speculate=False)
+            _compare(batch[row : row + 1], plain, f"row {row} of a batch of {rows}, against the row without guesses")
     return sum(map(len, told)) + sum(map(len, batch))
 
 
 def _outputs(
-    engine: Stepping, workload: Workload, prompts: Sequence[Ids], output: int, vocab: int, logprobs: int | None = None
+    engine: Stepping,
+    workload: Workload,
+    prompts: Sequence[Ids],
+    output: int,
+    vocab: int,
+    logprobs: int | None = None,
+    speculate: bool = True,
 ) -> list[Ids]:
     """The tokens that are drawn after each prompt, found to be as many as asked for, and each one a token."""
-    requests = workload.requests(prompts, output, logprobs=logprobs)
+    requests = workload.requests(prompts, output, logprobs=logprobs, speculate=speculate)
     done = run(engine, requests)
     if logprobs is not None:
         _check_logprobs(done)

@@ -363,7 +363,7 @@ def emit(
     peers_fields: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the files, then the lines and, last, all of it as one line of JSON."""
-    everything = {**ready.facts, **results}
+    everything = {**ready.facts, **ready.drafted(), **results}
     if file:
         file.write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
     if peers_file:

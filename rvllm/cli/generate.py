@@ -46,7 +46,7 @@ def generate(
     model's own (--generation-config); where it has none, the likeliest token is taken: the same answer every time.
 
     --json prints one object: model, text, token_ids, prompt_tokens, completion_tokens, finish_reason ("stop" |
-    "length"), stop_reason, logprobs, and timings in seconds.
+    "length"), stop_reason, logprobs, and timings in seconds; with --speculative-config what was guessed, too.
     """
     given, settings = split(options)
     if given.get("logprobs") is not None and not as_json:
@@ -147,4 +147,8 @@ def print_json(llm: LLM, completion: Completion, load_s: float) -> None:
             "tokens_per_s": completion.tokens_per_s,
         },
     }
+    if llm.config.speculative_config is not None:
+        load = llm.load
+        names = ("drafts", "draft_tokens", "accepted_tokens")
+        result["speculation"] = {name: getattr(load, name) for name in names}
     write(json.dumps(result, ensure_ascii=False) + "\n")

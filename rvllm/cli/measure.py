@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime, timezone
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ from rvllm.cli.machine import commit, machine
 from rvllm.cli.talk import Talk
 from rvllm.config import EngineConfig
 from rvllm.engine.device import choose_device
+from rvllm.engine.engine import Engine
 from rvllm.engine.load import gpu_dtype, load_engine
 from rvllm.errors import WrongOutput
 from rvllm.model.files import Progress, locate
@@ -39,12 +40,24 @@ CHECKED_LAYERS, CHECKED_VOCABULARY = 2, 4096
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What measures, where it does, and by which card's limits. `reuses`: whether prompts may find others' tokens."""
+    """What measures, where it does, and by which card's limits. `reuses`: whether prompts may find others' tokens.
+
+    engine: what is measured, for its counts.
+    """
 
     bench: Bench
     facts: dict[str, Any]
     card: Device | None
     reuses: bool
+    engine: Engine
+
+    def drafted(self) -> dict[str, Any]:
+        """What has been guessed, checks and all; nothing where there are no guesses."""
+        load = self.engine.load
+        if self.engine.limits.speculation is None:
+            return {}
+        names = ("drafts", "draft_tokens", "accepted_tokens")
+        return {"speculation": {name: getattr(load, name) for name in names}}
 
 
 def with_device(options: Mapping[str, Any], talk: Talk) -> dict[str, Any]:
@@ -72,13 +85,15 @@ def prepare(settings: Mapping[str, Any], sequences: int, tokens: int, talk: Talk
     invariant = config.batch_invariant
     # Of a prompt that is kept for others, only whole blocks are.
     fresh = config.block_size - 1 if reuses(config) and not invariant else longest
+    guesses = config.speculative_config is not None
     sizes = {"vocab": vocab, "rows": sequences, "max_tokens": longest, "max_prompt": fresh}
-    equal = check_outputs(engine, workload, **sizes, batch_invariant=invariant)
+    equal = check_outputs(engine, workload, **sizes, batch_invariant=invariant, guesses=guesses)
     facts["checks"].insert(0, f"{equal:,} tokens equal when drawn again and alone")
-    limits = Limits(gpu_program(source, config), card) if card else None
+    # The limits are those of a step for each token; where tokens are guessed, a step gives several.
+    limits = Limits(gpu_program(source, config), card) if card and not guesses else None
     gc.collect()
     gc.freeze()  # as a server does once it is warm: what has been loaded is not looked through again
-    return Ready(Bench(engine, workload, limits, longest, talk.progress), facts, card, reuses(config))
+    return Ready(Bench(engine, workload, limits, longest, talk.progress), facts, card, reuses(config), engine)
 
 
 def check_gpu(source: Source, config: EngineConfig, facts: dict[str, Any], talk: Talk) -> Device | None:
@@ -140,7 +155,8 @@ def place_facts(config: EngineConfig, source: Source) -> dict[str, Any]:
                 *("device", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "enforce_eager"),
                 *("batch_invariant", "kv_cache_dtype", "kv_cache_memory_bytes", "gpu_memory_utilization", "seed"),
             )
-        },
+        }
+        | {"speculative_config": config.speculative_config and asdict(config.speculative_config)},
     }
 
 

@@ -23,7 +23,9 @@ from rvllm.config import (
     POLICIES,
     REFUSED_KV_CACHE_DTYPES,
     EngineConfig,
+    Speculation,
 )
+from rvllm.errors import StartError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -133,6 +135,28 @@ def chain(*decorators: Callable[[Command], Command]) -> Callable[[Command], Comm
     return decorate
 
 
+def json_object(context: click.Context, parameter: click.Parameter, text: str | None) -> dict[str, Any] | None:
+    """The JSON object that an option holds; None where it was not given."""
+    import json
+
+    try:
+        value = None if text is None else json.loads(text)
+    except ValueError as cause:
+        raise click.BadParameter(f"{text!r} is not valid JSON: {cause}") from None
+    if value is not None and not isinstance(value, dict):
+        raise click.BadParameter(f'{text!r} is not an object such as {{"42": -100}}')
+    return value
+
+
+def speculation(context: click.Context, parameter: click.Parameter, text: str | None) -> Speculation | None:
+    """The setting that an option holds; None where it was not given."""
+    given = json_object(context, parameter, text)
+    try:
+        return None if given is None else Speculation.parse(given)
+    except StartError as cause:
+        raise click.BadParameter(str(cause)) from None
+
+
 def setting(name: str, **how: Any) -> Callable[[Command], Command]:
     """An option for EngineConfig's field of that name, with its default."""
     return click.option("--" + name.replace("_", "-"), name, **{"default": DEFAULTS[name], **how})
@@ -168,6 +192,12 @@ engine_settings = chain(
     setting("num_gpu_blocks_override", type=click.IntRange(min=1), help="Blocks of the cache, whatever fits."),
     setting(
         "gpu_memory_utilization", type=click.FloatRange(0.01, 1.0), show_default=True, help="Share of a GPU to use."
+    ),
+    setting(
+        "speculative_config",
+        metavar="JSON",
+        callback=speculation,
+        help='Guess tokens where the text repeats: \'{"method": "ngram", "num_speculative_tokens": 7}\'.',
     ),
     setting("enforce_eager", is_flag=True, help="Launch kernels one by one, not as graphs: for debugging."),
     setting("batch_invariant", is_flag=True, help="The same bits for a request whatever else runs; slower."),
@@ -210,19 +240,6 @@ def comma_separated(context: click.Context, parameter: click.Parameter, values: 
         return [int(part) for value in values for part in value.split(",")] or None
     except ValueError:
         raise click.BadParameter(f"{','.join(values)!r} is not a list of whole numbers such as 2,50256") from None
-
-
-def json_object(context: click.Context, parameter: click.Parameter, text: str | None) -> dict[str, Any] | None:
-    """The JSON object that an option holds; None where it was not given."""
-    import json
-
-    try:
-        value = None if text is None else json.loads(text)
-    except ValueError as cause:
-        raise click.BadParameter(f"{text!r} is not valid JSON: {cause}") from None
-    if value is not None and not isinstance(value, dict):
-        raise click.BadParameter(f'{text!r} is not an object such as {{"42": -100}}')
-    return value
 
 
 sampling_options = chain(

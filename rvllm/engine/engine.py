@@ -2,79 +2,26 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Sequence as Items
+from bisect import insort
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from operator import attrgetter
-from typing import Any, Protocol
+from dataclasses import replace
 
 import numpy as np
 
-from rvllm.engine.flight import Flight, allow_late, ask, first_row
+from rvllm.engine.flight import Flight, allow_late, ask, ask_verified, new_sequence
 from rvllm.engine.holdings import Holdings
-from rvllm.engine.request import Request, Sequence, TokenEvent
+from rvllm.engine.model import Model
+from rvllm.engine.request import RANK, Request, Sequence, TokenEvent, leave_family, take_out
 from rvllm.engine.scheduler import Limits, Plan, check_length, schedule
-from rvllm.engine.step import advance, build_step, slots_of
+from rvllm.engine.speculation import Speculator, Verification, most_ahead
+from rvllm.engine.step import advance, build_step, build_verification, slots_of
+from rvllm.engine.tally import Counts, Load
 from rvllm.errors import EngineError
-from rvllm.program.program import Program, Step, length_independent
-from rvllm.sampling.sampler import Sampled, SamplingRow
+from rvllm.program.program import length_independent
+from rvllm.sampling.lookup import accepted
+from rvllm.sampling.sampler import Sampled
 
-__all__ = ["Engine", "Limits", "Load", "Model"]
-
-_RANK = attrgetter("rank")
-
-
-class Model(Protocol):
-    """A program on a device, with its weights and caches. What `start` gives is for `finish` alone."""
-
-    @property
-    def program(self) -> Program: ...
-
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether a step may be started that follows one not yet finished; the model then counts what its rows draw."""
-        ...
-
-    def start(self, step: Step, rows: Items[SamplingRow], *, follows: bool = False) -> Any:
-        """Start a step and the drawing of a token for each of its rows, which may name one place several times.
-
-        follows: its ids are the tokens being drawn by the step started before, for the same rows in the same order.
-        Once this returns, the rows' positions and the step's arrays, but for the block tables, are counted on for the
-        next one.
-        """
-        ...
-
-    def finish(self, started: Any) -> list[Sampled]:
-        """The tokens that were drawn, in the order of the rows."""
-        ...
-
-    def copy_blocks(self, pairs: Items[tuple[int, int]]) -> None:
-        """Copy cache blocks (from, to) in every layer: after the steps started so far, before the next."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What the engine is busy with now, and has done since it began. Kept blocks hold prefixes and are free to take."""
-
-    running: int
-    waiting: int
-    blocks: int
-    used_blocks: int
-    kept_blocks: int
-    preemptions: int
-    prompt_tokens: int
-    cached_tokens: int
-
-
-@dataclass(slots=True)
-class _Counts:
-    preemptions: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    steps: int = 0
-    arrivals: int = 0
+__all__ = ["Engine", "Limits"]
 
 
 class Engine:
@@ -89,6 +36,7 @@ class Engine:
         self._model = model
         self.limits = limits
         self._held = Holdings(limits, length_independent(model.program))
+        self._speculator = Speculator(limits.speculation, limits.max_rows)
         self._follows = model.runs_ahead
         self._groups = len(model.program.cache_groups)
         self._known: dict[str, Sequence] = {}
@@ -97,7 +45,7 @@ class Engine:
         self._ending: list[Sequence] = []  # ended, while the step in flight still writes to their blocks
         self._flight: Flight | None = None
         self._stuck = False  # whether those that wait have to, until something ends
-        self._counts = _Counts()
+        self._counts = Counts()
 
     @property
     def busy(self) -> bool:
@@ -120,17 +68,8 @@ class Engine:
 
     @property
     def load(self) -> Load:
-        counts, pool = self._counts, self._held.pool
-        return Load(
-            running=len(self._running),
-            waiting=len(self._waiting),
-            blocks=pool.blocks,
-            used_blocks=pool.blocks - pool.available,
-            kept_blocks=pool.kept,
-            preemptions=counts.preemptions,
-            prompt_tokens=counts.prompt_tokens,
-            cached_tokens=counts.cached_tokens,
-        )
+        drafted = self._speculator.drafted
+        return self._counts.load(len(self._running), len(self._waiting), self._held.pool, drafted)
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache."""
@@ -144,7 +83,7 @@ class Engine:
         assert all(one.slot is None and not one.blocks and not one.computed for one in self._waiting)
         assert {*self._running, *self._waiting} == {*self._known.values()}
         for queue in (self._running, self._waiting):
-            assert queue == sorted(queue, key=_RANK)
+            assert queue == sorted(queue, key=RANK)
         assert self.busy or (self._flight is None and not self._ending)
 
     # From outside
@@ -165,7 +104,7 @@ class Engine:
             sibling.leader = leader
         for sequence in (leader, *siblings):
             self._known[sequence.request.id] = sequence
-            insort(self._waiting, sequence, key=_RANK)
+            insort(self._waiting, sequence, key=RANK)
         self._stuck = False
 
     def abort(self, request_id: str) -> None:
@@ -173,11 +112,11 @@ class Engine:
         sequence = self._known.get(request_id)
         if sequence is None:
             return
-        _leave_family(sequence)
+        leave_family(sequence)
         if sequence.slot is not None:
             self._retire(sequence)
         else:
-            _take_out(self._waiting, sequence)
+            take_out(self._waiting, sequence)
             del self._known[request_id]
         self._stuck = False
         self._settle()
@@ -199,24 +138,8 @@ class Engine:
     # Before a step
 
     def _born(self, request: Request, keys: list[bytes]) -> Sequence:
-        limits, params, length = self.limits, request.params, len(request.prompt_ids)
-        # The last token is drawn but never cached.
-        limit = min(limits.max_model_len, limits.blocks * limits.block_size + 1)
         self._counts.arrivals += 1
-        own = frozenset(params.stop_token_ids)
-        sequence = Sequence(
-            request,
-            limit if params.max_tokens is None else min(length + params.max_tokens, limit),
-            [],
-            list(request.prompt_ids),
-            rank=(request.priority if limits.by_priority else 0, self._counts.arrivals),
-            turn=self._counts.steps,
-            keys=list(keys),
-            stop_ids=own if params.ignore_eos else own | limits.eos_ids,
-            counted=params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0,
-        )
-        sequence.row = first_row(request, sorted(sequence.stop_ids), sequence)
-        return sequence
+        return new_sequence(request, keys, self.limits, arrival=self._counts.arrivals, turn=self._counts.steps)
 
     def _take_off(self) -> Flight | None:
         """Plan a step, make room for it and start it."""
@@ -230,16 +153,19 @@ class Engine:
         if copies:
             self._model.copy_blocks(copies)
         self._stuck = bool(self._waiting) and not plan.preempted
-        return self._start(plan) if plan.chunks else None
+        if not plan.chunks:
+            return None
+        verification = self._draft(plan)
+        return self._start(plan) if verification is None else self._verify(plan, verification)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to those that wait, with its tokens. Its full blocks stay in the cache until their room is wanted."""
         self._counts.preemptions += 1
-        _take_out(self._running, sequence)
+        take_out(self._running, sequence)
         self._held.release(sequence)
         if sequence.scoring:
             sequence.scores.clear()
-        insort(self._waiting, sequence, key=_RANK)
+        insort(self._waiting, sequence, key=RANK)
 
     def _admit(self, sequence: Sequence, shared: tuple[int, ...]) -> None:
         self._seat(sequence)
@@ -251,8 +177,8 @@ class Engine:
 
     def _seat(self, sequence: Sequence) -> None:
         """From those that wait to those that run."""
-        _take_out(self._waiting, sequence)
-        insort(self._running, sequence, key=_RANK)
+        take_out(self._waiting, sequence)
+        insort(self._running, sequence, key=RANK)
 
     def _start(self, plan: Plan) -> Flight:
         size = self.limits.block_size
@@ -283,6 +209,39 @@ class Engine:
             self._model.start(step, asked.rows),
         )
 
+    def _draft(self, plan: Plan) -> Verification | None:
+        """What a step verifies in which all sequences decode; None where no guess is worth it."""
+        if self.limits.speculation is None or any(c.tokens != c.sequence.pending or c.tokens > 1 for c in plan.chunks):
+            return None
+        sequences = [chunk.sequence for chunk in plan.chunks]
+        if not all(sequence.told for sequence in sequences):
+            return None
+        drafts = self._speculator.drafts(sequences)
+        if drafts is None:
+            return None
+        held = self._held
+        found = self._speculator.verification(sequences, drafts, self._model.guesses)
+        if held.reserve([(one, 1 + room) for one, room in zip(sequences, found.rooms)]):
+            return found
+        for sequence, guesses in zip(sequences, drafts):  # no more than the blocks hold that they have anyway
+            del guesses[held.room(sequence) - 1 :]
+        return Verification(drafts, tuple(map(len, drafts)))
+
+    def _verify(self, plan: Plan, verification: Verification) -> Flight:
+        """Start a step that draws what comes behind each sequence's last token and behind each of its guesses."""
+        sequences = [chunk.sequence for chunk in plan.chunks]
+        tokens = verification.filled(sequences)
+        step = build_verification(sequences, tokens, self.limits.block_size, self._groups, self._held.tables)
+        asked = ask_verified(sequences, tokens)
+        for sequence in sequences:
+            sequence.computed += 1
+            sequence.turn = self._counts.steps
+        for sequence, row in zip(asked.sequences, asked.rows):
+            row.slot = sequence.slot or 0
+        started = self._model.start(step, asked.rows, guessing=verification.guessing)
+        slots = slots_of(asked.sequences)
+        return Flight(step, frozenset(sequences), slots, asked, (), False, 0, started, verification)
+
     def _fork(self, leader: Sequence, forks: tuple[Sequence, ...]) -> None:
         """Siblings go on from the prompt that their leader has read; those with no seat wait like any other."""
         for sibling in leader.siblings:
@@ -301,10 +260,14 @@ class Engine:
         Not so when a request could begin, a prompt was read, a sequence has ended or is about to reach its length, what
         may be drawn depends on the tokens before, or there are no blocks left: then somebody has to give way first.
         """
+        if flight.verifies is not None:
+            return self._guess_on(flight, flight.verifies)
         if not flight.followable or flight.left <= 0 or self._ending:
             return None
         sequences = flight.asked.sequences
         if (self._waiting and not self._stuck) or len(sequences) != len(self._running):
+            return None
+        if self._speculator.promises(sequences):
             return None
         size, held = self.limits.block_size, self._held
         entering = [sequences[row] for row in np.flatnonzero(flight.step.kv_lengths % size == 0).tolist()]
@@ -327,6 +290,28 @@ class Engine:
             started=self._model.start(step, flight.asked.rows, follows=True),
         )
 
+    def _guess_on(self, flight: Flight, verifies: Verification) -> Flight | None:
+        """Start the step after one that verifies guesses, with guesses that the model makes of what that one draws."""
+        if verifies.guessing is None or self._ending or (self._waiting and not self._stuck):
+            return None
+        sequences, held = list(dict.fromkeys(flight.asked.sequences)), self._held
+        if len(sequences) != len(self._running) or not self._speculator.goes_on(sequences, verifies):
+            return None
+        before = sum(len(sequence.blocks) for sequence in sequences)
+        # As many as if all guesses were right; this step's last token is drawn and not computed by then.
+        if not held.reserve([(one, most_ahead(room) - 1) for one, room in zip(sequences, verifies.rooms)]):
+            return None
+        step, width = flight.step, max(len(sequence.blocks) for sequence in sequences)
+        if sum(len(sequence.blocks) for sequence in sequences) > before:
+            step = replace(step, block_tables=(held.tables[flight.slots, :width],) * self._groups)
+        for sequence in sequences:
+            sequence.computed += 1
+        for row in flight.asked.rows:
+            row.position += 1  # where there is no room for guesses; the model knows the others' by itself
+            allow_late(row)
+        started = self._model.start(step, flight.asked.rows, follows=True)
+        return replace(flight, step=step, started=started, verifies=verifies.next())
+
     # After a step
 
     def _land(self, flight: Flight) -> list[TokenEvent]:
@@ -341,6 +326,10 @@ class Engine:
             for sequence, tokens in flight.filled:
                 if not sequence.ended:
                     self._held.register(sequence, tokens)
+        if flight.verifies is not None:
+            if self._flight is not None and self._flight.verifies is not None:
+                self._flight.verifies.drafts.extend(self._model.guessed(flight.started))
+            return self._accept(flight, flight.verifies, drawn)
         events = []
         for sequence, row, sampled in zip(flight.asked.sequences, flight.asked.rows, drawn):
             if sequence.ended:
@@ -348,15 +337,49 @@ class Engine:
             if row.given_id is not None:
                 sequence.scores.append(sampled)
                 continue
-            token, ids = sampled.token_id, sequence.token_ids
-            ids.append(token)
-            if sequence.counted:
-                sequence.output_counts[token] += 1
-            if sequence.told and len(ids) < sequence.limit and token not in sequence.stop_ids:
-                events.append(TokenEvent(sequence.request.id, token, sampled.logprob, sampled.top_logprobs, None, None))
-            else:
-                events.append(self._turning_point(sequence, sampled))
+            events.append(self._append(sequence, sampled))
         return events
+
+    def _append(self, sequence: Sequence, sampled: Sampled) -> TokenEvent:
+        """A sequence's new token."""
+        token, ids = sampled.token_id, sequence.token_ids
+        ids.append(token)
+        if sequence.counted:
+            sequence.output_counts[token] += 1
+        if sequence.told and len(ids) < sequence.limit and token not in sequence.stop_ids:
+            return TokenEvent(sequence.request.id, token, sampled.logprob, sampled.top_logprobs, None, None)
+        return self._turning_point(sequence, sampled)
+
+    def _accept(self, flight: Flight, verifies: Verification, drawn: list[Sampled]) -> list[TokenEvent]:
+        """The tokens of a step that verified guesses: each sequence's up to the first behind a guess that was wrong.
+
+        What the step left in the cache behind those is written over by the next.
+        """
+        events: list[TokenEvent] = []
+        end = 0
+        for guesses, room in zip(verifies.drafts, verifies.rooms):
+            begin, end = end, end + 1 + room
+            sequence = flight.asked.sequences[begin]
+            if sequence.ended:
+                continue
+            right = accepted(guesses, [sampled.token_id for sampled in drawn[begin:end]])
+            self._speculator.learn(sequence, len(guesses), right)
+            sequence.computed += right
+            for sampled in drawn[begin : begin + right + 1]:
+                self._find(sequence)
+                events.append(self._append(sequence, sampled))
+                if sequence.ended:
+                    break
+            else:
+                if self._flight is None:
+                    self._held.trim(sequence)
+        return events
+
+    def _find(self, sequence: Sequence) -> None:
+        """Let others find a block that is full of tokens now known to be right."""
+        tokens = len(sequence.token_ids)
+        if self.limits.prefix_caching and tokens // self.limits.block_size > sequence.registered:
+            self._held.register(sequence, tokens)
 
     def _turning_point(self, sequence: Sequence, sampled: Sampled) -> TokenEvent:
         """A token that is a sequence's first or ends it."""
@@ -374,7 +397,7 @@ class Engine:
 
     def _retire(self, sequence: Sequence) -> None:
         """End a running sequence. Its blocks are free now, or when the flight that writes to them has landed."""
-        _take_out(self._running, sequence)
+        take_out(self._running, sequence)
         del self._known[sequence.request.id]
         sequence.ended = True
         self._stuck = False
@@ -389,23 +412,3 @@ class Engine:
             flight, self._flight = self._flight, None
             with suppress(EngineError):  # nobody waits for this step; the next one fails too, and says so
                 self._land(flight)
-
-
-def _take_out(queue: list[Sequence], sequence: Sequence) -> None:
-    """Remove a sequence from a list in order of rank."""
-    place = bisect_left(queue, sequence.rank, key=_RANK)
-    assert queue[place] is sequence, sequence
-    del queue[place]
-
-
-def _leave_family(sequence: Sequence) -> None:
-    """One that others wait for is gone, or one of those: who waits goes on with another leader."""
-    if sequence.leader is not None:
-        sequence.leader.siblings.remove(sequence)
-        sequence.leader = None
-    elif sequence.siblings:
-        leader, *others = sequence.siblings
-        leader.leader, leader.siblings, leader.scored = None, others, sequence.scored
-        for sibling in others:
-            sibling.leader = leader
-        sequence.siblings = []

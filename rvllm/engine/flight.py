@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rvllm.engine.request import Request, Sequence
-from rvllm.engine.scheduler import Plan
+from rvllm.engine.scheduler import Limits, Plan
+from rvllm.engine.speculation import Drafts, Verification
 from rvllm.program.program import Int32, Step
 from rvllm.sampling.sampler import SamplingRow, needs_last_token
 
@@ -21,6 +22,7 @@ class Flight:
     filled      sequences in which it ends a block, and how many tokens they then have in the cache
     followable  whether all it does is to draw one token for each sequence, for which nothing of the host is needed
     left        steps that may still follow until one of them reaches its length
+    verifies    guesses, if it does: then its rows are, sequence by sequence, the last token's and theirs
     """
 
     step: Step
@@ -31,6 +33,7 @@ class Flight:
     followable: bool
     left: int
     started: Any
+    verifies: Verification | None = None
 
 
 @dataclass(slots=True)
@@ -66,22 +69,49 @@ def ask(plan: Plan, starts: Items[int]) -> Asked:
                 asked.add(begin + place, row, sequence)
         if tokens == len(sequence.token_ids) - sequence.computed:
             last = begin + tokens - 1
-            asked.add(last, _next_row(sequence), sequence)
+            asked.add(last, next_row(sequence), sequence)
             if sequence.siblings:
                 for sibling in plan.forks:
                     if sibling.leader is sequence:
-                        asked.add(last, _next_row(sibling), sibling)
+                        asked.add(last, next_row(sibling), sibling)
     return asked
 
 
-def first_row(request: Request, forbidden: Items[int], sequence: Sequence) -> SamplingRow:
-    """How the request's first token is drawn. `forbidden`: not before min_tokens tokens."""
-    early = tuple(forbidden) if request.params.min_tokens else ()
-    length = len(request.prompt_ids)
-    return SamplingRow(request.params, request.seed, length, request.prompt_ids, sequence.output_counts, early)
+def ask_verified(sequences: Items[Sequence], drafts: Drafts) -> Asked:
+    """A row for each sequence's next token, and one behind each of its drafts, which must be free of edits."""
+    asked = Asked()
+    for sequence, guesses in zip(sequences, drafts):
+        row = next_row(sequence)
+        asked.add(len(asked.rows), row, sequence)
+        for ahead in range(1, len(guesses) + 1):
+            behind = SamplingRow(row.params, row.seed, row.position + ahead, row.prompt_ids)
+            asked.add(len(asked.rows), behind, sequence)
+    return asked
 
 
-def _next_row(sequence: Sequence) -> SamplingRow:
+def new_sequence(request: Request, keys: list[bytes], limits: Limits, *, arrival: int, turn: int) -> Sequence:
+    """What a request becomes, and how its first token is drawn. `keys`: of its prompt's full blocks."""
+    params, length = request.params, len(request.prompt_ids)
+    # The last token is drawn but never cached.
+    limit = min(limits.max_model_len, limits.blocks * limits.block_size + 1)
+    own = frozenset(params.stop_token_ids)
+    sequence = Sequence(
+        request,
+        limit if params.max_tokens is None else min(length + params.max_tokens, limit),
+        [],
+        list(request.prompt_ids),
+        rank=(request.priority if limits.by_priority else 0, arrival),
+        turn=turn,
+        keys=list(keys),
+        stop_ids=own if params.ignore_eos else own | limits.eos_ids,
+        counted=params.penalises,
+    )
+    early = tuple(sorted(sequence.stop_ids)) if params.min_tokens else ()
+    sequence.row = SamplingRow(params, request.seed, length, request.prompt_ids, sequence.output_counts, early)
+    return sequence
+
+
+def next_row(sequence: Sequence) -> SamplingRow:
     """How the sequence's next token is drawn: its own row, counted on."""
     row = sequence.row
     assert row is not None

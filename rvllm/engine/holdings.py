@@ -78,6 +78,28 @@ class Holdings:
                 self.hold(sequence, pool.take(missing))
         return copies
 
+    def reserve(self, wants: Iterable[tuple[Sequence, int]]) -> bool:
+        """Blocks for so many tokens of each behind those computed, or, where there are not enough, for none of them."""
+        size = self._limits.block_size
+        missing = [(one, blocks_for(one.computed + tokens, size) - len(one.blocks)) for one, tokens in wants]
+        if sum(max(count, 0) for _, count in missing) > self.pool.available:
+            return False
+        for sequence, count in missing:
+            if count > 0:
+                self.hold(sequence, self.pool.take(count))
+        return True
+
+    def room(self, sequence: Sequence) -> int:
+        """Tokens that its blocks still hold behind those computed."""
+        return len(sequence.blocks) * self._limits.block_size - sequence.computed
+
+    def trim(self, sequence: Sequence) -> None:
+        """Give back blocks behind the computed tokens: what was reserved for drafts that were wrong."""
+        needed = blocks_for(sequence.computed, self._limits.block_size)
+        if needed < len(sequence.blocks):
+            self.pool.give_back(sequence.blocks[needed:])
+            del sequence.blocks[needed:]
+
     def register(self, sequence: Sequence, tokens: int) -> None:
         """Let others find the sequence's full blocks among its first `tokens` tokens, all of them accepted."""
         if len(sequence.request.prompt_ids) > self._longest_shared:

@@ -10,8 +10,9 @@ from rvllm.backend.cpu import CpuModel
 from rvllm.config import BLOCK_SIZES, CPU_CACHE_BYTES, POLICIES, EngineConfig
 from rvllm.engine.block_pool import block_bytes, blocks_for
 from rvllm.engine.device import choose_device
-from rvllm.engine.engine import Engine, Model
-from rvllm.engine.scheduler import Limits
+from rvllm.engine.engine import Engine
+from rvllm.engine.model import Model
+from rvllm.engine.scheduler import Limits, guessed_rows
 from rvllm.errors import StartError
 from rvllm.model.source import Source, cache_dtype, context_length, record, weights_for
 from rvllm.program.dtype import BF16, F16, F32, DType
@@ -64,6 +65,7 @@ def load_engine(
         vocab_limit=vocab_limit,
         by_priority=config.scheduling_policy == "priority",
         prefix_caching=config.enable_prefix_caching,
+        speculation=config.speculative_config,
     )
     return Engine(model, limits)
 
@@ -152,6 +154,7 @@ def _on_gpu(
         vocab_limit=vocab_limit,
         eager=config.enforce_eager,
         batch_invariant=config.batch_invariant,
+        guessed_length=length if config.speculative_config is not None else 0,
         progress=progress,
     )
     memory = config.kv_cache_memory_bytes
@@ -168,6 +171,7 @@ def step_limits(config: EngineConfig, length: int) -> StepLimits:
     from rvllm.backend.cuda.model import StepLimits
 
     rows = config.max_num_seqs + min(SCORE_CHUNK, prompt_chunk(config)) - 1
+    rows = max(rows, guessed_rows(config.max_num_seqs, config.speculative_config))
     return StepLimits(max(config.max_num_batched_tokens, rows), rows, blocks_for(length, config.block_size))
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from rvllm.errors import BadRequest
+from rvllm.sampling.lookup import Past
 from rvllm.sampling.params import SamplingParams
 from rvllm.sampling.sampler import Sampled, SamplingRow
+
+RANK = attrgetter("rank")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,7 @@ class Sequence:
     told            whether its first token has gone out
     row             how its next token is drawn; the position in it is counted on
     counted         whether its drawn tokens are counted, in `output_counts`: where there are penalties
+    past            what its next tokens are guessed from, once they are
     """
 
     request: Request
@@ -99,6 +105,7 @@ class Sequence:
     counted: bool = False
     told: bool = False
     output_counts: Counter[int] = field(default_factory=Counter)
+    past: Past | None = None
 
     @property
     def output_ids(self) -> list[int]:
@@ -113,3 +120,23 @@ class Sequence:
     def scoring(self) -> bool:
         """Whether log-probabilities of its prompt are still to come."""
         return self.scored and len(self.scores) < len(self.request.prompt_ids) - 1
+
+
+def leave_family(sequence: Sequence) -> None:
+    """One that others wait for is gone, or one of those: who waits goes on with another leader."""
+    if sequence.leader is not None:
+        sequence.leader.siblings.remove(sequence)
+        sequence.leader = None
+    elif sequence.siblings:
+        leader, *others = sequence.siblings
+        leader.leader, leader.siblings, leader.scored = None, others, sequence.scored
+        for sibling in others:
+            sibling.leader = leader
+        sequence.siblings = []
+
+
+def take_out(queue: list[Sequence], sequence: Sequence) -> None:
+    """Remove a sequence from a list in order of rank."""
+    place = bisect_left(queue, sequence.rank, key=RANK)
+    assert queue[place] is sequence, sequence
+    del queue[place]

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from heapq import merge
 from typing import NamedTuple, Protocol
 
+from rvllm.config import Speculation
 from rvllm.engine.block_pool import blocks_for
 from rvllm.engine.request import Sequence
 from rvllm.errors import PromptTooLong
+from rvllm.sampling.lookup import MOST_ROWS
 
 LOOK_AHEAD = 16  # sequences whose first chunk is too long for what is left of a step: so many are passed over
 
@@ -40,18 +42,27 @@ class Limits:
     score_chunk: int = 64
     by_priority: bool = False
     prefix_caching: bool = True
+    speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
         assert self.max_num_batched_tokens >= self.prefill_chunk + self.max_num_seqs - 1, self
 
     @property
     def max_rows(self) -> int:
-        """Rows of logits in one step: one for each that runs, and those of a prompt that is scored."""
-        return self.max_num_seqs + min(self.score_chunk, self.prefill_chunk) - 1
+        """Rows of logits in one step: one for each that runs, and those of a prompt that is scored, or of guesses."""
+        scored = self.max_num_seqs + min(self.score_chunk, self.prefill_chunk) - 1
+        return max(scored, guessed_rows(self.max_num_seqs, self.speculation))
 
     def chunk(self, sequence: Sequence) -> int:
         """Tokens at whose multiples the sequence's prompt is cut."""
         return min(self.score_chunk, self.prefill_chunk) if sequence.scoring else self.prefill_chunk
+
+
+def guessed_rows(sequences: int, speculation: Speculation | None) -> int:
+    """Rows of a step in which so many sequences have guesses."""
+    if speculation is None:
+        return 0
+    return min(MOST_ROWS, sequences * (1 + speculation.num_speculative_tokens))
 
 
 def check_length(length: int, limits: Limits) -> None:

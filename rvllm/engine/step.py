@@ -48,6 +48,38 @@ def build_step(chunks: Items[Chunk], block_size: int, groups: int, tables: Int32
     )
 
 
+def build_verification(
+    sequences: Items[Sequence], drafts: Items[Items[int]], block_size: int, groups: int, tables: Int32
+) -> Step:
+    """The arrays of a step that computes each sequence's last token and its drafts, with a row of logits for each.
+
+    Every token counts as a sequence of its own that decodes, over the same blocks and with its own length: it sees the
+    tokens before it, whose keys are written before any is read, and has the bits that it has when it is decoded alone.
+    """
+    counts = [1 + len(guesses) for guesses in drafts]
+    owners = np.repeat(np.arange(len(counts)), counts)
+    firsts = np.array([sequence.computed for sequence in sequences], dtype=np.int32)
+    prompts = np.array([len(sequence.request.prompt_ids) for sequence in sequences], dtype=np.int32)
+    total = len(owners)
+    starts = np.arange(total + 1, dtype=np.int32)
+    positions = firsts[owners] + starts[:total] - (np.cumsum(counts) - counts).astype(np.int32)[owners]
+    kv_lengths = positions + np.int32(1)
+    table = tables[slots_of(sequences)[owners], : blocks_for(int(kv_lengths.max()), block_size)]
+    pages, places = np.divmod(positions, np.int32(block_size))
+    ids = [token for one, guesses in zip(sequences, drafts) for token in (one.token_ids[one.computed], *guesses)]
+    return Step(
+        ids=np.array(ids, dtype=np.int32),
+        positions=positions,
+        lengths=np.maximum(kv_lengths, prompts[owners]),
+        query_starts=starts,
+        kv_lengths=kv_lengths,
+        slots=(table[starts[:total], pages] * np.int32(block_size) + places,) * groups,
+        block_tables=(table,) * groups,
+        rows=starts[:total].copy(),
+        decode_tokens=total,
+    )
+
+
 def advance(step: Step, slots: Int32, tables: Int32, block_size: int) -> Step:
     """The step after one in which the sequences of `slots` decode: its own arrays, each counted on in place.
 

@@ -15,9 +15,9 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from rvllm.config import EngineConfig
-from rvllm.engine.engine import Load
 from rvllm.engine.request import Request, TokenEvent
 from rvllm.engine.scheduler import Limits
+from rvllm.engine.tally import Load
 from rvllm.errors import BadRequest, EngineError, RvllmError
 
 MOST_BYTES = 64 << 20

@@ -44,6 +44,7 @@ class SamplingParams:
     allowed_token_ids           None: all; otherwise a list of ids, the only ones ever drawn
     bad_words                   strings, never written where there is a choice; the tokenizer's owner makes ids of them
     bad_words_token_ids         the same as lists of ids: the last is not drawn where the output ends with the others
+    speculate                   whether tokens may be guessed where the engine does so: the output is the same
     """
 
     n: int = 1
@@ -69,6 +70,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    speculate: bool = True
 
     def __post_init__(self) -> None:
         for name, (low, high) in _REAL_RANGES.items():
@@ -154,7 +156,7 @@ _WHOLE_RANGES = {
     "prompt_logprobs": (0, _INT64_MAX),
 }
 _OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
-_FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
+_FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output", "speculate")
 
 
 def _refusal(name: str, given: object, limit: str) -> BadRequest:

@@ -64,6 +64,17 @@ def test_decode_is_what_a_model_alone_means(tmp_path: Path) -> None:
     assert invoke("decode", CASE, *SLOPE, *QUICK).exit_code == 0
 
 
+def test_with_guesses_their_counts_are_told_and_what_is_drawn_is_what_is_drawn_without(tmp_path: Path) -> None:
+    config = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    found = last_line(invoke(CASE, *SLOPE, *QUICK, "--speculative-config", json.dumps(config)))
+    counts = found["speculation"]
+    assert 0 < counts["accepted_tokens"] <= counts["draft_tokens"] <= 4 * counts["drafts"]
+    assert found["settings"]["speculative_config"] == {
+        name: value for name, value in config.items() if name != "method"
+    }
+    assert "speculation" not in last_line(invoke(CASE, *SLOPE, *QUICK))
+
+
 def test_wall_measures_every_pair_of_lengths() -> None:
     lengths = ("--input-len", "4,8", "--output-len", "2,4")
     found = last_line(
@@ -77,6 +88,17 @@ def test_a_configuration_alone_is_measured_with_dummy_weights(tmp_path: Path) ->
     (tmp_path / "config.json").write_text((CASE / "config.json").read_text(encoding="utf-8"), encoding="utf-8")
     done = invoke(tmp_path, *SLOPE, *QUICK, "--load-format", "dummy")
     assert last_line(done)["dummy_weights"] and ", f32, dummy weights" in done.stdout
+
+
+def test_a_guess_that_is_taken_though_it_is_wrong_leaves_no_figure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("rvllm.engine.engine.accepted", lambda drafts, drawn: min(len(drafts), len(drawn)))
+    config = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}'
+    arguments = ["benchmark", str(CASE), *SLOPE, *QUICK, "--speculative-config", config]
+    assert run(arguments, Interrupts()) == 1
+    said = capsys.readouterr()
+    assert "the output is wrong" in said.err and not said.out
 
 
 def test_throughput_writes_vllms_fields_and_no_other(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,11 +34,15 @@ SHAPE = Shape(hidden=64, intermediate=96, heads=2, kv_heads=1)
 SEATS = 8
 
 
-def engines(folder: Path, blocks: int) -> tuple[Engine, Engine, int]:
+GUESSES = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+
+def engines(folder: Path, blocks: int, guesses: dict[str, Any] | None) -> tuple[Engine, Engine, int]:
     """The one that is put to the test, one that runs requests alone, and how many ids there are."""
     random_model(folder, SHAPE, std=0.3)
     sizes = {"device": "cpu", "block_size": 16, "max_model_len": 256, "prefill_chunk": 32, "max_num_batched_tokens": 80}
-    busy = LLM(str(folder), max_num_seqs=SEATS, num_gpu_blocks_override=blocks, scheduling_policy="priority", **sizes)
+    own = {"num_gpu_blocks_override": blocks, "scheduling_policy": "priority", "speculative_config": guesses}
+    busy = LLM(str(folder), max_num_seqs=SEATS, **own, **sizes)
     alone = LLM(str(folder), max_num_seqs=1, enable_prefix_caching=False, **sizes)
     return busy._engine, alone._engine, busy._engine.limits.vocab_limit
 
@@ -84,9 +89,15 @@ class Tie(Exception):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("blocks", [18, 80], ids=["many give way", "many prefixes are found"])
-def test_no_request_notices_the_others_and_no_block_is_lost(tmp_path: Path, blocks: int) -> None:
-    busy, alone, vocab = engines(tmp_path, blocks)
+@pytest.mark.parametrize(
+    ("blocks", "guesses"),
+    [(18, None), (80, None), (18, GUESSES)],
+    ids=["many give way", "many prefixes are found", "many give way, with guesses"],
+)
+def test_no_request_notices_the_others_and_no_block_is_lost(
+    tmp_path: Path, blocks: int, guesses: dict[str, Any] | None
+) -> None:
+    busy, alone, vocab = engines(tmp_path, blocks, guesses)
     dice = random.Random(5)
     queue = orders(vocab, REQUESTS)
     asked: dict[str, Request] = {}
@@ -112,7 +123,7 @@ def test_no_request_notices_the_others_and_no_block_is_lost(tmp_path: Path, bloc
             busy.check()
     busy.check()
     load, served_s = busy.load, time.perf_counter() - begun_s
-    assert busy.free_blocks == blocks
+    assert busy.free_blocks == blocks and (load.drafts > REQUESTS) == (guesses is not None)
     assert load.preemptions > REQUESTS / 40 if blocks < 20 else load.cached_tokens > 5 * REQUESTS
     ties = 0
     for request in asked.values():

@@ -77,6 +77,7 @@ def cuda_model(
     kv_dtype: DType | None = None,
     tokens: int = 128,
     batch_invariant: bool = False,
+    guessed_length: int = 0,
 ) -> CudaModel:
     program = fuse(record(source, dtype=dtype, kv_dtype=kv_dtype or dtype, max_length=length), FUSIONS)
     return CudaModel(
@@ -89,6 +90,7 @@ def cuda_model(
         vocab_limit=source.config.vocab_size,
         eager=eager,
         batch_invariant=batch_invariant,
+        guessed_length=guessed_length,
     )
 
 

@@ -18,6 +18,7 @@ from rvllm.errors import PromptTooLong
 from rvllm.program.dtype import F32
 from rvllm.program.ops import Kind, Tensor
 from rvllm.program.program import CacheGroup, Program, Step
+from rvllm.sampling.lookup import Guessing
 from rvllm.sampling.params import SamplingParams
 from rvllm.sampling.sampler import Sampled, SamplingRow, sample_rows
 
@@ -38,7 +39,14 @@ class TableModel:
         output = Tensor("logits", ("rows", VOCAB), F32, Kind.ACTIVATION)
         self.program = Program((), output, {}, (CacheGroup(None, 1, 2, F32, 1),) * groups)
 
-    def start(self, step: Step, rows: Sequence[SamplingRow], *, follows: bool = False) -> list[Sampled]:
+    guesses = False
+
+    def guessed(self, started: list[Sampled]) -> list[list[int]]:
+        raise AssertionError("it guesses nothing")
+
+    def start(
+        self, step: Step, rows: Sequence[SamplingRow], *, follows: bool = False, guessing: Guessing | None = None
+    ) -> list[Sampled]:
         """As a device does, it counts by itself what the host has not read yet."""
         self.unfinished += 1
         assert self.unfinished <= 1 + follows

@@ -62,6 +62,7 @@ SAMPLING: dict[str, Any] = {
     "bad_words": ("no",),
     "bad_words_token_ids": ((3,), (4, 5)),
     "allowed_token_ids": (1, 2, 3),
+    "speculate": False,
 }
 
 

@@ -1,4 +1,4 @@
-"""How much of a GPU the caches may take. The numbers are a device's that is told here; the loading itself is tests/gpu's."""
+"""How much of a GPU caches and steps may take. The numbers are a device's that is told here; the loading itself is tests/gpu's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from rvllm.engine.load import SPARE_BYTES, left_for_caches
+from rvllm.config import EngineConfig, Speculation
+from rvllm.engine.load import SPARE_BYTES, left_for_caches, step_limits
+from rvllm.engine.scheduler import Limits
 
 GIB = 1 << 30
 
@@ -40,3 +42,16 @@ def test_memory_that_another_process_gives_back_meanwhile_is_counted_and_none_tw
         return 0
 
     assert left_for_caches(40 * GIB, lambda: free[0], rehearse, 1.0) == 30 * GIB - SPARE_BYTES
+
+
+@pytest.mark.parametrize("seats", [1, 4, 64, 256])
+@pytest.mark.parametrize("chunk", [8, 512])
+@pytest.mark.parametrize("drafts", [None, 1, 31])
+def test_a_gpu_has_room_for_the_rows_that_the_engine_plans(seats: int, chunk: int, drafts: int | None) -> None:
+    guesses = None if drafts is None else Speculation(drafts)
+    config = EngineConfig(max_num_seqs=seats, prefill_chunk=chunk, speculative_config=guesses)
+    limits = Limits(1024, 32, 64, seats, 2048, chunk, 100, frozenset(), speculation=guesses)
+    room = step_limits(config, 1024)
+    assert room.sequences == limits.max_rows <= room.tokens
+    if drafts is not None and seats <= 32:  # everybody may have a guess
+        assert limits.max_rows >= 2 * seats

@@ -15,6 +15,7 @@ import numpy as np
 
 from rvllm.backend.cuda.context import Graph
 from rvllm.backend.cuda.copy_blocks import BlockCopier
+from rvllm.backend.cuda.guess import Guesser
 from rvllm.backend.cuda.kernels import Device
 from rvllm.backend.cuda.lower import Bucket, Launch, Target, lower, workspace
 from rvllm.backend.cuda.sampling import DeviceSampler, row_bytes
@@ -36,6 +37,7 @@ from rvllm.program.dtype import F32, STORED, DType, Float32, Stored, load
 from rvllm.program.ops import Kind, Op, Tensor
 from rvllm.program.plan import MemoryPlan, plan
 from rvllm.program.program import Int32, Program, Step
+from rvllm.sampling.lookup import Guessing
 from rvllm.sampling.sampler import Sampled, SamplingRow
 
 Progress = Callable[[str, int, int], None]
@@ -86,11 +88,13 @@ class CudaModel:
         vocab_limit: int,
         eager: bool = False,
         batch_invariant: bool = False,
+        guessed_length: int = 0,
         progress: Progress | None = None,
     ) -> None:
         """blocks: of each cache group; None: `allocate_caches` follows, once it is known what is left for them.
 
         batch_invariant: a token's logits, keys and values have the same bits in every step, whatever else is in it.
+        guessed_length: tokens of the longest sequence that the device makes guesses for; 0: it makes none.
         """
         self.program = program
         self.dtype = activation_dtype(program)
@@ -112,10 +116,16 @@ class CudaModel:
         self._allocate_step_memory()
         vocab = program.output.sizes({"rows": 1})[1]
         self._sampler = DeviceSampler(device, rows=limits.sequences, vocab=vocab, vocab_limit=vocab_limit, eager=eager)
+        self._guesser = Guesser(device, guessed_length) if guessed_length else None
+        self._guesses = False  # whether the last step's sequences go on with guesses of the device
         if blocks is not None:
             self.allocate_caches(blocks)
 
     runs_ahead = True
+
+    @property
+    def guesses(self) -> bool:
+        return self._guesser is not None
 
     def forward(self, step: Step) -> Float32:
         """Logits (rows, vocab) float32 of the step's wanted rows; the caches then hold its tokens."""
@@ -124,13 +134,21 @@ class CudaModel:
         self._device.read(self._addresses[self.program.output.name], logits)
         return logits
 
-    def start(self, step: Step | None, rows: Sequence[SamplingRow], *, follows: bool = False) -> Started:
+    def start(
+        self,
+        step: Step | None,
+        rows: Sequence[SamplingRow],
+        *,
+        follows: bool = False,
+        guessing: Guessing | None = None,
+    ) -> Started:
         """Start one step and the drawing of a token for each of its wanted rows.
 
         follows: the step's ids are the tokens that the step started last is drawing, one for each of its sequences, for
         the same sequences in the same order. That step need not be finished; at most one step may be unfinished then.
         The device moves the sequences on by itself: of `step` only the block tables are looked at, and they are sent if
         they have changed; without a step they have not.
+        guessing: the steps that follow bring the device's own guesses, in the same rows; rows' positions are its own.
         """
         self._turn ^= 1
         if follows:
@@ -141,13 +159,30 @@ class CudaModel:
             bucket = self._send(step)
             draws_all = np.array_equal(step.rows + 1, step.query_starts[1:])
             self._followed = len(rows) if draws_all and len(rows) == len(step.rows) else 0
+            self._guesses = guessing is not None
         if rows:
-            self._sampler.send(rows, bucket.rows, self._turn)
+            self._sampler.send(rows, bucket.rows, self._turn, positions=not (follows and self._guesses))
+        if guessing is not None:
+            assert self._guesser is not None and self._followed, "guesses go on where every sequence decodes"
+            self._guesser.send(guessing)
         self._start(bucket)
         if rows:
-            logits, ids = self._addresses[self.program.output.name], self._addresses["ids"]
-            self._sampler.sample(logits, ids, rows, bucket.rows, self._turn)
+            self._draw(rows, bucket)
         return Started(tuple(rows), self._turn, self._device.mark())
+
+    def _draw(self, rows: Sequence[SamplingRow], bucket: Bucket) -> None:
+        """Draw a token for each row: the next step's ids, or what its guesses are made of."""
+        logits, ids = self._addresses[self.program.output.name], self._addresses["ids"]
+        guesser = self._guesser if self._guesses else None
+        self._sampler.sample(logits, guesser.drawn if guesser else ids, rows, bucket.rows, self._turn)
+        if guesser is not None:
+            positions = self._sampler.positions(bucket.rows)
+            self._device.launch(guesser.launch(ids, self._addresses["kv_lengths"], positions, self._turn))
+
+    def guessed(self, started: Started) -> list[list[int]]:
+        """Of a finished step that `guessing` was given for, or that follows one: the next one's guesses."""
+        assert self._guesser is not None
+        return self._guesser.take(started.turn)
 
     def finish(self, started: Started) -> list[Sampled]:
         """The tokens of a started step, in the order of its rows. Raises EngineError where the step failed."""
@@ -192,6 +227,8 @@ class CudaModel:
         most = self._limits.sequences
         for size in sorted({padded_sequences(count, most) for count in range(1, min(most, PREPARED_SEQUENCES) + 1)}):
             self._piece(Bucket(size, size, size, False))
+        if self._guesser is not None:
+            self._guesser.load()
 
     def rehearse(self, free_bytes: Callable[[], int]) -> int:
         """Bytes that will be taken later, before there are caches. Loads the kernels.
@@ -245,9 +282,10 @@ class CudaModel:
         if step is not None:
             assert len(step.block_tables[0]) == self._followed, "a step that follows has the same sequences"
             self._tables = step.block_tables
-        self._longest += 1
-        if not known or self._longest > self._columns * self._block_size:
-            self._columns = columns_for(self._tables, self._longest, self._block_size)
+        self._longest += self._guesser.most_ahead if self._guesser is not None and self._guesses else 1
+        columns = columns_for(self._tables, self._longest, self._block_size)
+        if not known or (self._longest > self._columns * self._block_size and columns > self._columns):
+            self._columns = columns
             host = self._hosts[self._turn]
             self._copy_in(host, pack_tables(self._tables, self._columns, host))
         return self._decode_bucket(self._followed)

@@ -103,21 +103,30 @@ class DeviceSampler:
         """The tokens, once the device is through. Raises EngineError as sampling.sampler.sample_rows does."""
         return self._results[turn].take(rows)
 
-    def send(self, rows: Sequence[SamplingRow], bucket: int, turn: int) -> None:
-        """Copy what the rows ask for, before the step that makes their logits is started; only what has changed."""
+    def positions(self, bucket: int) -> int:
+        """Where the rows' positions are on the device, (bucket,) u32."""
+        return self._block + PARAMETER_BYTES * bucket
+
+    def send(self, rows: Sequence[SamplingRow], bucket: int, turn: int, *, positions: bool = True) -> None:
+        """Copy what the rows ask for, before the step that makes their logits is started; only what has changed.
+
+        positions: whether the rows' count, or those that the device has by itself.
+        """
         assert len(rows) <= bucket <= self._rows, (len(rows), bucket, self._rows)
         assert all((row.logprobs or 0) <= MOST_LOGPROBS for row in rows), rows
-        places = self._places(rows, turn)
-        key = (bucket, [(row.params, row.seed, row.given_id, place) for row, place in zip(rows, places)])
+        edits = self._places(rows, turn)
+        key = (bucket, [(row.params, row.seed, row.given_id, place) for row, place in zip(rows, edits)])
         host, nbytes = self._hosts[turn], PARAMETER_BYTES * bucket
         if key != self._written[turn]:
             self._written[turn] = key
-            host[:nbytes] = parameter_arrays(rows, places, bucket)
-        if key != self._sent or any(_is_drawn(row) for row in rows):
+            host[:nbytes] = parameter_arrays(rows, edits, bucket)
+        if key != self._sent or (positions and any(_is_drawn(row) for row in rows)):
             self._sent = key
-            positions = host[nbytes : nbytes + 4 * bucket].view(np.uint32)
-            positions[: len(rows)] = [row.position for row in rows]
-            self._device.copy_in(self._block, host.ctypes.data, nbytes + 4 * bucket)
+            if positions:
+                places = host[nbytes : nbytes + 4 * bucket].view(np.uint32)
+                places[: len(rows)] = [row.position for row in rows]
+                nbytes += 4 * bucket
+            self._device.copy_in(self._block, host.ctypes.data, nbytes)
 
     def _places(self, rows: Sequence[SamplingRow], turn: int) -> list[Place]:
         places = [self._slots.place(row) for row in rows]
