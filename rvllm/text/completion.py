@@ -115,6 +115,11 @@ class Writer:
         self._logprobs.extend(logprobs)
         return Delta(text, (event.token_id,), logprobs, self.finish_reason, self._stop_reason)
 
+    @property
+    def token_count(self) -> int:
+        """Tokens of the completion so far: what ended it is one of them."""
+        return len(self._token_ids)
+
     def _keep_prompt(self, event: TokenEvent) -> None:
         self.cached_tokens = event.cached_tokens
         if event.prompt_logprobs is not None:
