@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,47 @@ def test_a_prompt_is_scored_without_a_token(server: Server) -> None:
     assert choice["logprobs"]["top_logprobs"][1] == {"a": 0.0}
     (event,) = server.post("/v1/completions", **ask, stream=True).events
     assert event["choices"] == [choice]
+
+
+def test_a_character_cut_off_by_the_limit_is_told_as_broken(server: Server) -> None:
+    for tokens, text in ((3, "\N{REPLACEMENT CHARACTER}"), (4, CHILLI)):
+        ask = {"prompt": "x", "max_tokens": tokens}
+        reply = server.post("/v1/completions", **ask).json
+        assert (reply["choices"][0]["text"], reply["choices"][0]["finish_reason"]) == (text, "length")
+        assert reply["usage"]["completion_tokens"] == tokens
+        assert texts(server.post("/v1/completions", **ask, stream=True).events) == text
+
+
+def test_words_keep_the_blank_before_them_with_a_sentencepiece_tokenizer(tmp_path: Path) -> None:
+    made = chain_model(
+        tmp_path / "model", ["\u2581Hello", "\u2581world", "!", EOS], Options(tokenizer="spm"), prompt_end="a"
+    )
+    with serving(made.folder, folder=tmp_path / "server") as spm:
+        for echo, text in ((False, " Hello world!"), (True, "a Hello world!")):
+            ask = {"prompt": "a", "echo": echo}
+            assert spm.post("/v1/completions", **ask).json["choices"][0]["text"] == text
+            assert texts(spm.post("/v1/completions", **ask, stream=True).events) == text
+        scored = spm.post("/v1/completions", prompt="a", logprobs=0).json["choices"][0]["logprobs"]
+        assert scored["tokens"][:3] == [" Hello", " world", "!"]
+
+
+def test_cached_tokens_are_told_and_shared_by_salt_alone(server: Server) -> None:
+    def cached(**more: Any) -> int:
+        reply = server.post("/v1/completions", prompt="salted " * 12 + "Q", max_tokens=1, **more).json
+        found: int = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return found
+
+    salts = [{"cache_salt": "A"}, {"cache_salt": "A"}, {"cache_salt": "B"}, {}, {}]
+    assert [cached(**salt) > 0 for salt in salts] == [False, True, False, False, True]
+    for wrong in ("", 5):
+        refused = server.post("/v1/completions", prompt="Q", cache_salt=wrong)
+        assert (refused.status, refused.error["param"]) == (400, "cache_salt")
+
+
+def test_a_stream_is_neither_kept_nor_held_back_on_its_way(server: Server) -> None:
+    headers = server.post("/v1/completions", prompt="Q", stream=True).headers
+    assert headers["cache-control"] == "no-cache" and headers["x-accel-buffering"] == "no"
+    assert "content-length" not in headers
 
 
 def test_a_stop_string_ends_across_tokens_and_nothing_of_it_is_shown(server: Server) -> None:
@@ -369,6 +411,33 @@ def test_a_client_that_goes_away_frees_what_its_request_held(tmp_path: Path) -> 
         assert looping.post("/v1/completions", prompt="x", max_tokens=2).json["choices"][0]["text"] == "aa"
 
 
+def test_what_a_stop_string_ends_is_not_generated_on(tmp_path: Path) -> None:
+    made = loop_model(tmp_path / "model", options=Options(max_positions=100_000))
+    with serving(made.folder, folder=tmp_path / "server") as looping:
+        for stream in (True, False):
+            ask = {"prompt": "x", "max_tokens": 90_000, "stop": "aaa", "n": 2, "stream": stream}
+            assert looping.post("/v1/completions", **ask).status == 200
+            until(lambda: at_rest(looping.stats()), 3.0)
+
+
+def test_many_streams_at_once_each_end_as_they_should(server: Server, model: TinyModel) -> None:
+    kinds: list[tuple[dict[str, Any], str, str]] = [
+        ({"prompt": "x", "max_tokens": 50}, f"{CHILLI} ok", "stop"),
+        ({"prompt": "Q", "max_tokens": 50, "stop": "de"}, "abc", "stop"),
+        ({"prompt": "Q", "max_tokens": 4}, "abcd", "length"),
+        ({"prompt": [model.id(" ok")], "max_tokens": 4}, "", "stop"),
+    ]
+
+    def one(number: int) -> None:
+        ask, text, reason = kinds[number % len(kinds)]
+        events = server.post("/v1/completions", **ask, stream=True).events
+        assert texts(events) == text
+        assert [end for event in events if (end := event["choices"][0]["finish_reason"])] == [reason]
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(one, range(80)))
+
+
 def test_it_is_there_before_the_model_and_says_so(model: TinyModel, tmp_path: Path) -> None:
     with starting(model.folder, folder=tmp_path / "server") as early:
         answer = early.send("GET", "/health")
@@ -455,6 +524,33 @@ def test_a_refused_start_is_told_in_a_few_lines(model: TinyModel, tmp_path: Path
         assert refused.told("^error: ") and len(refused.said) <= 10
         assert not any("Traceback" in line for line in refused.said)
     assert not list((tmp_path / "server").iterdir())
+
+
+def test_an_interrupt_while_it_loads_ends_in_one_word(model: TinyModel, tmp_path: Path) -> None:
+    with starting(model.folder, folder=tmp_path / "server") as loading:
+        loading.told("listening")
+        loading.process.send_signal(signal.SIGINT)
+        assert loading.ended() in (0, 130)  # 0: it was ready already
+        assert not any("Traceback" in line for line in loading.said)
+    assert not list((tmp_path / "server").iterdir())
+
+
+def test_a_unix_socket_is_ours_alone_and_replaces_only_one_that_is_dead(model: TinyModel, tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    with starting(model.folder, "--uds", str(path), folder=tmp_path / "server") as first:
+        first.told("listening at unix socket")
+        assert path.stat().st_mode & 0o777 == 0o660
+        with starting(model.folder, "--uds", str(path), folder=tmp_path / "second") as second:
+            assert second.ended() == 1 and second.told("Address already in use")
+        assert path.exists()
+        first.told("ready: ")
+        first.process.terminate()
+        assert first.ended() == 0 and not path.exists()
+    path.write_text("precious")
+    with starting(model.folder, "--uds", str(path), folder=tmp_path / "server") as third:
+        assert third.ended() == 1 and path.read_text() == "precious"
 
 
 def test_a_port_in_use_is_told(server: Server, model: TinyModel, tmp_path: Path) -> None:
