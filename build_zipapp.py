@@ -43,13 +43,18 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 PINS = {
     "click": "8.5.1",
     "cuda-bindings": "12.9.10",
+    "h11": "0.16.0",
+    "httptools": "0.9.0",
     "jinja2": "3.1.6",
     "markupsafe": "3.0.3",
     "msgspec": "0.23.0",
     "numpy": "2.4.6",
     "tokenizers": "0.23.3",
+    "uvicorn": "0.54.0",
+    "uvloop": "0.23.0",
 }
-OLDER_PINS = {"3.10": {"numpy": "2.2.6"}}  # numpy 2.3 and newer need Python 3.11
+# numpy 2.3 and newer need Python 3.11; uvicorn needs typing-extensions before it
+OLDER_PINS = {"3.10": {"numpy": "2.2.6", "typing-extensions": "4.16.0"}}
 
 # pip takes a wheel only for a platform that is named; glibc 2.28 is the floor that rvllm/bootstrap.py checks.
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(28, 4, -1)] + ["manylinux2014_x86_64"]

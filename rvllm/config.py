@@ -125,3 +125,22 @@ class EngineConfig:
     speculative_config: Speculation | None = None
     seed: int | None = None
     offline: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """How `rvllm serve` is reached. Names are vLLM's where vLLM has the setting.
+
+    host, port          where to listen; port 0: one that is free
+    uds                 a unix socket's path to listen at instead
+    api_key             keys of which a request must bring one; none: anybody may ask
+    served_model_name   what clients call the model; none: as it was named to us
+    shutdown_timeout    seconds that requests may go on after SIGTERM or Ctrl-C (vLLM: 0)
+    """
+
+    host: str = "0.0.0.0"
+    port: int = 8000
+    uds: str | None = None
+    api_key: tuple[str, ...] = ()
+    served_model_name: tuple[str, ...] = ()
+    shutdown_timeout: int = 30

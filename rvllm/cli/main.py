@@ -11,6 +11,7 @@ from rvllm.version import VERSION
 COMMANDS = {
     "generate": "Complete one prompt and print the text as it comes.",
     "chat": "Talk with a model in the terminal.",
+    "serve": "Serve a model to OpenAI's clients over HTTP.",
     "benchmark": "Measure the engine: decode speed beside the device's limit, throughput, latency.",
     "explain": "Show what each op of a model moves and computes, and the time a GPU needs at the least.",
     "doctor": "Show what this machine offers, and whether a model fits it.",

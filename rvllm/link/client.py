@@ -10,7 +10,7 @@ import asyncio
 import socket
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,9 +83,16 @@ class Stream:
 
     async def wait(self) -> None:
         """Until there is something to take, or it has ended. For one task at a time."""
-        while not self._events and not self.ended:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+        await news((self,))
+
+    @property
+    def stirred(self) -> bool:
+        """Whether there is something to take, or it has ended."""
+        return bool(self._events) or self.ended
+
+    def wake_with(self, waiter: asyncio.Future[None]) -> None:
+        """Settle `waiter`, in place of an earlier one, when that is so."""
+        self._waiter = waiter
 
     def __aiter__(self) -> Stream:
         return self
@@ -110,6 +117,16 @@ class Stream:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+async def news(streams: Iterable[Stream]) -> None:
+    """Until one of them has something to take, or has ended. For one task at a time."""
+    streams = tuple(streams)
+    while not any(stream.stirred for stream in streams):
+        waiter = asyncio.get_running_loop().create_future()
+        for stream in streams:
+            stream.wake_with(waiter)
+        await waiter
 
 
 def link_to(address: Path) -> socket.socket:

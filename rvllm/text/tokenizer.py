@@ -205,6 +205,11 @@ class Tokenizer:
         return found
 
     @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token as its file spells it, where a character is a byte or more."""
+        return max(map(len, self._backend.get_vocab()), default=1)
+
+    @cached_property
     def _literal(self) -> tokenizers.Tokenizer:
         """A twin that takes special tokens' text as text. It shares the model, so it costs milliseconds."""
         twin = tokenizers.Tokenizer(self._backend.model)

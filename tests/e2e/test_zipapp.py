@@ -21,6 +21,7 @@ import pytest
 
 from rvllm.version import VERSION
 from tests.fixtures.models import EOS, chain_model
+from tests.fixtures.servers import serving
 
 pytestmark = pytest.mark.slow
 
@@ -145,6 +146,7 @@ def test_the_second_run_uses_what_the_first_unpacked(archive: Path, cache: Path)
 def test_all_libraries_work_from_the_unpacked_build_alone(archive: Path, cache: Path) -> None:
     check = """
 import numpy, tokenizers, jinja2.sandbox, markupsafe._speedups, msgspec, click, cuda.bindings.driver, cuda.pathfinder
+import uvicorn.protocols.http.httptools_impl, uvicorn.protocols.http.h11_impl, uvloop
 import rvllm.version, kernels_ptx
 assert numpy.linalg.inv(numpy.eye(3) * 2)[0, 0] == 0.5
 assert numpy.random.default_rng(0).random() < 1 and abs(numpy.fft.fft([1, 2])[0]) == 3
@@ -155,7 +157,7 @@ try:
     cuda.bindings.driver.cuInit(0)  # a machine with the driver
 except cuda.pathfinder.DynamicLibNotFoundError as error:
     assert "libcuda.so.1" in str(error)
-ours = ("numpy", "tokenizers", "jinja2", "markupsafe", "msgspec", "click", "cuda", "rvllm", "kernels_ptx")
+ours = ("numpy", "tokenizers", "jinja2", "markupsafe", "msgspec", "click", "cuda", "rvllm", "kernels_ptx", "uvicorn", "h11", "httptools", "uvloop")
 for name, module in list(sys.modules.items()):
     if name.partition(".")[0] in ours and getattr(module, "__file__", None):
         assert module.__file__.startswith(folder), (name, module.__file__)
@@ -173,6 +175,21 @@ def test_a_bare_python_generates_with_it(archive: Path, cache: Path, tmp_path: P
         *bare, archive, "generate", "Capital of France?", "--model", model.folder, "--device", "cpu", cache=cache
     )
     assert (result.stdout, result.returncode) == ("Paris.\n", 0), result.stderr
+
+
+def test_a_bare_python_serves_with_it(archive: Path, cache: Path, tmp_path: Path) -> None:
+    model = chain_model(tmp_path / "model", ["Paris", ".", EOS])
+    bare = (sys.executable, "-I", "-S", archive)
+    with serving(model.folder, folder=tmp_path / "server", program=bare, RVLLM_CACHE=str(cache)) as server:
+        reply = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "Capital of France?"}])
+        assert reply.json["choices"][0]["message"]["content"] == "Paris."
+        libraries = Path(f"/proc/{server.process.pid}/maps").read_text()
+        assert all(
+            f"{store(cache)}/{name}/{part}" in libraries for name in builds(cache) for part in ("httptools", "uvloop")
+        )
+        server.process.terminate()
+        assert server.ended() == 0
+    assert not list((tmp_path / "server").iterdir())
 
 
 def test_the_engine_process_runs_what_this_process_runs(archive: Path, cache: Path, tmp_path: Path) -> None:

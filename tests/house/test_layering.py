@@ -11,6 +11,7 @@ LAYERS = [
     "cli",
     "bench",
     "llm",
+    "api",
     "text",
     "link",
     "engine",

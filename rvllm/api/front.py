@@ -1,0 +1,157 @@
+"""One front: a model's text on this side, the engine's link on the other, and completions between. Knows no HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+from rvllm.api.errors import HttpError, unavailable
+from rvllm.engine.request import Request, check_request
+from rvllm.engine.scheduler import check_length
+from rvllm.errors import BadRequest
+from rvllm.link.client import AsyncEngineClient, Stream, news
+from rvllm.link.messages import Facts
+from rvllm.sampling.params import SamplingParams
+from rvllm.text.completion import Delta, Terms, Writer, drawing, settled_seed, with_bad_word_ids
+from rvllm.text.token_text import TokenTexts
+from rvllm.text.tokenizer import Tokenizer
+
+MOST_CHOICES = 1024
+"""Completions of one request: of all its prompts together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model that is ready. `defaults`: sampling parameters of requests that bring none; `seed`: the engine's."""
+
+    tokenizer: Tokenizer
+    texts: TokenTexts
+    defaults: Mapping[str, Any]
+    seed: int | None
+    facts: Facts
+    client: AsyncEngineClient
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """`text` None: it came as ids, or is a chat."""
+
+    text: str | None
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One completion: `index` among all of the request, the n of its first prompt first."""
+
+    index: int
+    prompt: Prompt
+    request: Request
+    writer: Writer
+
+
+@dataclass(slots=True)
+class Front:
+    """`names` are the model's, the first in replies to requests that name none. `served`: once the model is ready.
+
+    begun: requests so far; stopping: no more are taken; loading: how far that is.
+    """
+
+    names: Sequence[str]
+    root: str
+    created_s: int
+    served: Served | None = None
+    stopping: bool = False
+    loading: str = "the model is being loaded"
+    begun: int = 0
+
+    def ready(self) -> Served:
+        """The model. Raises HttpError, 503, while there is none, or none any more."""
+        if self.stopping:
+            raise unavailable("the server is shutting down", "shutting_down")
+        if self.served is None:
+            raise unavailable(self.loading, "loading")
+        if self.served.client.error is not None:
+            raise unavailable(f"the engine is gone: {self.served.client.error}", "engine_dead")
+        return self.served
+
+    def name(self, asked: str | None) -> str:
+        """The model's name as the request has it. Raises HttpError, 404, for one that is not served."""
+        if asked is None or asked in self.names:
+            return self.names[0] if asked is None else asked
+        raise HttpError(
+            404,
+            f"the model {asked[:200]!r} is not served here, there is {', '.join(self.names)}",
+            param="model",
+            code="model_not_found",
+        )
+
+    def generation(self, prompts: Sequence[Prompt], params: SamplingParams, terms: Terms) -> Generation:
+        """Completions of each prompt, all checked, none begun. Raises BadRequest, HttpError."""
+        served = self.ready()
+        if len(prompts) * params.n > MOST_CHOICES:
+            raise BadRequest(
+                f"{len(prompts):,} prompts with n of {params.n:,} are {len(prompts) * params.n:,} completions, the "
+                f"limit is {MOST_CHOICES:,}",
+                param="n",
+                hint="send fewer at once",
+            )
+        params = with_bad_word_ids(served.tokenizer, params)
+        limits = served.facts.limits
+        for prompt in prompts:
+            # Length first: ids are looked at one by one.
+            check_length(len(prompt.ids), limits)
+            check_request(prompt.ids, params, vocab_limit=limits.vocab_limit, max_logprobs=served.facts.max_logprobs)
+        name = uuid4().hex
+        choices: list[Choice] = []
+        for prompt in prompts:
+            for place in range(params.n):
+                self.begun += 1
+                seed = settled_seed(params, place, served.seed, self.begun)
+                index = len(choices)
+                request = Request(f"{name}-{index}", prompt.ids, params, seed, terms.priority, terms.cache_salt)
+                choices.append(Choice(index, prompt, request, Writer(served.tokenizer, request)))
+        return Generation(name, choices, served.client)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Completions that belong to one request, and their tokens' way from the engine to text."""
+
+    name: str
+    choices: Sequence[Choice]
+    client: AsyncEngineClient
+
+    async def deltas(self) -> AsyncGenerator[list[tuple[Choice, Delta]], None]:
+        """What came since it was asked last, never nothing. Closing the iterator takes all out of the engine.
+
+        Raises what ended a request: EngineError, BadRequest.
+        """
+        at_once = [choice for choice in self.choices if choice.writer.finish_reason is not None]
+        if at_once:  # nothing is to be generated
+            yield [(choice, Delta("", (), (), choice.writer.finish_reason, None)) for choice in at_once]
+        others = [choice for choice in self.choices if choice.writer.finish_reason is None]
+        if not others:
+            return
+        going = dict(zip(self.client.submit([drawing(choice.request) for choice in others]), others))
+        try:
+            while going:
+                await news(going)
+                if batch := self._take(going):
+                    yield batch
+        finally:
+            self.client.abort([stream.request_id for stream in going])
+
+    def _take(self, going: dict[Stream, Choice]) -> list[tuple[Choice, Delta]]:
+        """Write what there is, and take those that end, also by a stop string, out of `going` and the engine."""
+        batch = []
+        for stream, choice in list(going.items()):
+            for event in stream.take():
+                batch.append((choice, choice.writer.write(event)))
+                if choice.writer.finish_reason is not None:
+                    self.client.abort([stream.request_id])
+                    del going[stream]
+                    break
+        return batch

@@ -1,0 +1,191 @@
+"""Replies as OpenAI's clients read them, whole or in chunks. Knows shapes of JSON; not where text comes from."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rvllm.api.front import Choice, Generation
+from rvllm.api.requests import StreamOptions
+from rvllm.text.completion import Delta, Logprobs
+from rvllm.text.token_text import TokenTexts
+from rvllm.version import VERSION
+
+LEAST_LOGPROB = -9999.0
+"""Told in place of -inf, which JSON has no word for; as in vLLM."""
+
+Json = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Reply:
+    """What both kinds share.
+
+    top: how many likeliest tokens are told of each; None: no log-probabilities.
+    """
+
+    generation: Generation
+    model: str
+    texts: TokenTexts
+    top: int | None = None
+    options: StreamOptions = field(default_factory=StreamOptions)
+    created_s: int = field(default_factory=lambda: int(time.time()))
+
+    PREFIX = ""
+    OBJECT = ""
+    CHUNK = ""
+
+    def choice(self, choice: Choice) -> Json:
+        raise NotImplementedError
+
+    def pieces(self, choice: Choice, delta: Delta) -> Iterator[Json]:
+        raise NotImplementedError
+
+    def whole(self) -> Json:
+        """The reply once all has come."""
+        choices = [self.choice(choice) for choice in self.generation.choices]
+        return self._head(self.OBJECT) | {"choices": choices, "usage": self.usage()}
+
+    def chunks(self, batch: Sequence[tuple[Choice, Delta]]) -> Iterator[Json]:
+        """Chunks for what has come."""
+        for choice, delta in batch:
+            for piece in self.pieces(choice, delta):
+                yield self._chunk([piece], self.usage() if self.options.continuous_usage_stats else None)
+
+    def last_chunk(self) -> Json | None:
+        """The usage, where it is asked for."""
+        return self._chunk([], self.usage()) if self.options.include_usage else None
+
+    def usage(self) -> Json:
+        """Tokens so far: a prompt's once, whatever n is."""
+        choices = self.generation.choices
+        prompts = {id(choice.prompt): choice for choice in reversed(choices)}
+        read = sum(len(choice.prompt.ids) for choice in prompts.values())
+        written = sum(choice.writer.token_count for choice in choices)
+        cached = sum(choice.writer.cached_tokens or 0 for choice in prompts.values())
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": written,
+            "total_tokens": read + written,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def _chunk(self, choices: list[Json], usage: Json | None) -> Json:
+        told = {"usage": usage} if self.options.include_usage or self.options.continuous_usage_stats else {}
+        return self._head(self.CHUNK) | {"choices": choices} | told
+
+    def _head(self, kind: str) -> Json:
+        return {
+            "id": self.PREFIX + self.generation.name,
+            "object": kind,
+            "created": self.created_s,
+            "model": self.model,
+            "system_fingerprint": f"rvllm-{VERSION}",
+        }
+
+
+@dataclass(slots=True)
+class ChatReply(Reply):
+    """chat.completion and its chunks: a role, texts, and last an empty delta with the finish reason."""
+
+    begun: set[int] = field(default_factory=set)
+
+    PREFIX, OBJECT, CHUNK = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def choice(self, choice: Choice) -> Json:
+        output = choice.writer.output(choice.index)
+        return {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": output.text, "refusal": None},
+            "logprobs": self._logprobs(output.token_ids, output.logprobs or ()),
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
+
+    def pieces(self, choice: Choice, delta: Delta) -> Iterator[Json]:
+        if choice.index not in self.begun:
+            self.begun.add(choice.index)
+            yield _piece(choice, {"role": "assistant", "content": ""})
+        if delta.text or delta.logprobs:
+            yield _piece(choice, {"content": delta.text}, self._logprobs(delta.token_ids, delta.logprobs))
+        if delta.finish_reason is not None:
+            yield _piece(choice, {}) | {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+
+    def _logprobs(self, ids: Sequence[int], entries: Sequence[Logprobs]) -> Json | None:
+        if self.top is None:
+            return None
+        content = [
+            self._scored(token, entry[token])
+            | {"top_logprobs": [self._scored(other, entry[other]) for other in list(entry)[: self.top]]}
+            for token, entry in zip(ids, entries)
+        ]
+        return {"content": content, "refusal": None}
+
+    def _scored(self, token: int, logprob: float) -> Json:
+        text, data = self.texts.of(token)
+        return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(data)}
+
+
+def _piece(choice: Choice, delta: Json, logprobs: Json | None = None) -> Json:
+    return {"index": choice.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+
+
+@dataclass(slots=True)
+class CompletionReply(Reply):
+    """text_completion, whole or in chunks. `echo`: the prompt comes first, with its log-probabilities."""
+
+    echo: bool = False
+    begun: set[int] = field(default_factory=set)
+    lengths: Counter[int] = field(default_factory=Counter)
+    """Characters of each choice's tokens so far, for text_offset."""
+
+    PREFIX, OBJECT, CHUNK = "cmpl-", "text_completion", "text_completion"
+
+    def choice(self, choice: Choice) -> Json:
+        output = choice.writer.output(choice.index)
+        return self._piece(choice, output.text, output.token_ids, output.logprobs or (), first=True) | {
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
+
+    def pieces(self, choice: Choice, delta: Delta) -> Iterator[Json]:
+        first = choice.index not in self.begun
+        self.begun.add(choice.index)
+        if first or delta.text or delta.logprobs or delta.finish_reason is not None:
+            piece = self._piece(choice, delta.text, delta.token_ids, delta.logprobs, first=first)
+            yield piece | {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+
+    def _piece(
+        self, choice: Choice, text: str, ids: Sequence[int], entries: Sequence[Logprobs | None], *, first: bool
+    ) -> Json:
+        if first and self.echo:
+            prompt = choice.prompt
+            text = (self._prompt_text(choice) if prompt.text is None else prompt.text) + text
+            ids = (*prompt.ids, *ids)
+            entries = (*(choice.writer.prompt_logprobs or ()), *entries)
+        logprobs = None if self.top is None else self._logprobs(choice, ids, entries)
+        return {"index": choice.index, "text": text, "logprobs": logprobs}
+
+    def _prompt_text(self, choice: Choice) -> str:
+        return self.texts.decode(choice.prompt.ids, skip_special_tokens=choice.request.params.skip_special_tokens)
+
+    def _logprobs(self, choice: Choice, ids: Sequence[int], entries: Sequence[Logprobs | None]) -> Json:
+        offsets, tokens, scores, tops = [], [], [], []
+        for token, entry in zip(ids, entries):
+            text, _ = self.texts.of(token)
+            offsets.append(self.lengths[choice.index])
+            self.lengths[choice.index] += len(text)
+            tokens.append(text)
+            scores.append(None if entry is None else max(entry[token], LEAST_LOGPROB))
+            tops.append(None if entry is None else self._top(entry))
+        return {"text_offset": offsets, "token_logprobs": scores, "tokens": tokens, "top_logprobs": tops}
+
+    def _top(self, entry: Logprobs) -> dict[str, float]:
+        """The likeliest and the token itself by their texts; the likelier one of two that read alike."""
+        found: dict[str, float] = {}
+        for token, logprob in entry.items():
+            found.setdefault(self.texts.of(token)[0], max(logprob, LEAST_LOGPROB))
+        return found

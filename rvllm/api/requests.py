@@ -1,0 +1,205 @@
+"""Request bodies: every field that is known, its type, and what becomes of it. Knows JSON; no tokenizer, no engine.
+
+A field is honoured; or accepted because it changes nothing here; or refused by name, with the reason. null is as good
+as leaving a field out, everywhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from rvllm.api.errors import HttpError
+from rvllm.errors import BadRequest
+from rvllm.sampling.params import SamplingParams
+from rvllm.text.completion import Terms
+from rvllm.text.stop import parse_stop
+
+Body = TypeVar("Body", bound="ModelBody")
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ModelBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What every body has. `model` None: the one that is served."""
+
+    model: str | None = None
+
+
+class SamplingBody(ModelBody, kw_only=True):
+    """What completions and chats share."""
+
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # Accepted: they change nothing here.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    # Accepted where they ask for nothing that we do not do; see _REFUSED.
+    best_of: int | None = None
+    response_format: Any = None
+    store: bool | None = None
+    service_tier: str | None = None
+    spaces_between_special_tokens: bool | None = None
+    use_beam_search: bool | None = None
+
+    def sampling(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
+        """The parameters: what is given, else `defaults`, else SamplingParams' own. Raises BadRequest."""
+        given = {name: getattr(self, name) for name in _SAMPLING_NAMES} | {"stop": parse_stop(self.stop)} | more
+        return SamplingParams(**{**defaults, **{name: value for name, value in given.items() if value is not None}})
+
+    def terms(self) -> Terms:
+        terms = Terms(self.priority or 0, self.cache_salt)
+        terms.check()
+        return terms
+
+    def check(self) -> None:
+        """Raise BadRequest for what we do not do."""
+        for name, (harmless, why) in _REFUSED.items():
+            value = getattr(self, name, None)
+            if value is not None and value not in harmless:
+                raise BadRequest(f"{name} is not supported here: {why}", param=name)
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise BadRequest(
+                f"best_of is {self.best_of} and n is {self.n or 1}: more are not drawn than given back",
+                param="best_of",
+                hint="leave best_of out",
+            )
+        if self.stream_options is not None and not self.stream:
+            raise BadRequest("stream_options are for stream: true", param="stream_options")
+
+
+class CompletionBody(SamplingBody, kw_only=True):
+    """POST /v1/completions. `prompt`: a text, a list of texts, token ids, or a list of lists of ids."""
+
+    prompt: Any = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    add_special_tokens: bool | None = None
+    suffix: str | None = None
+
+
+class ChatBody(SamplingBody, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Any = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+    parallel_tool_calls: bool | None = None  # there are no tools
+    # See _REFUSED.
+    chat_template: str | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    web_search_options: Any = None
+
+
+class TokenizeBody(ModelBody, kw_only=True):
+    """POST /tokenize: a prompt, or the messages of a chat."""
+
+    prompt: str | None = None
+    messages: Any = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(ModelBody, kw_only=True):
+    """POST /detokenize."""
+
+    tokens: list[int]
+
+
+_SAMPLING_NAMES = (
+    "n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "seed", "stop_token_ids", "ignore_eos", "logit_bias", "allowed_token_ids", "bad_words",
+    "include_stop_str_in_output", "skip_special_tokens",
+)  # fmt: skip
+
+_NO_TOOLS = "calls of tools are not read from what the model writes"
+_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "response_format": (({"type": "text"},), "output is not held to a format"),
+    "store": ((False,), "nothing is kept"),
+    "service_tier": (("auto", "default"), "there is one tier"),
+    "spaces_between_special_tokens": ((True,), "they are kept as the tokenizer writes them"),
+    "use_beam_search": ((False,), "tokens are drawn one by one"),
+    "suffix": (("",), "text is only continued"),
+    "chat_template": ((), "the template is the server's"),
+    "tools": (([],), _NO_TOOLS),
+    "tool_choice": (("none",), _NO_TOOLS),
+    "functions": (([],), _NO_TOOLS),
+    "function_call": (("none",), _NO_TOOLS),
+    "modalities": ((["text"],), "there is text only"),
+    "audio": ((), "there is text only"),
+    "web_search_options": ((), "nothing is searched"),
+}
+"""field -> (values that ask for nothing, why others are refused)"""
+
+_PLACE = re.compile(r"(.*) - at `\$\.?(\w*)[^`]*`", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
+
+
+def parse(data: bytes, kind: type[Body]) -> Body:
+    """A body as its struct. Raises HttpError, 400, whose `param` is the field at fault."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as cause:
+        raise _wrong_field(str(cause)) from None
+    except msgspec.DecodeError as cause:
+        reason = str(cause).removeprefix("JSON is malformed: ")
+        raise HttpError(400, f"the body is not valid JSON: {reason}", code="invalid_json") from None
+    except RecursionError:
+        raise HttpError(400, "the body is nested too deeply", code="invalid_json") from None
+
+
+def _wrong_field(said: str) -> HttpError:
+    place = _PLACE.fullmatch(said)
+    reason, name = (place[1], place[2]) if place else (said, "")
+    if unknown := _UNKNOWN.fullmatch(reason):
+        inside = f"{name} has" if name else "there is"
+        return HttpError(400, f"{inside} an unknown field {unknown[1][:100]!r}", param=name or unknown[1][:100])
+    if missing := _MISSING.fullmatch(reason):
+        return HttpError(400, f"{missing[1]} is missing", param=name or missing[1])
+    reason = reason[:1].lower() + reason[1:]
+    return HttpError(400, f"{name or 'the body'}: {reason}", param=name or None)

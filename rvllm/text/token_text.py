@@ -1,0 +1,45 @@
+"""A single token as it is shown with log-probabilities. Knows spellings; no context of a token."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from rvllm.text.tokenizer import Tokenizer
+
+_BROKEN = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_BLANK = "\u2581"
+_MOST_KEPT = 1 << 14
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The character that stands for each byte in a byte-level vocabulary (GPT-2, Radford et al. 2019)."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
+
+
+class TokenTexts:
+    """`of` an id: its text, in which bytes that are no whole character are U+FFFD, and its true bytes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.of = lru_cache(_MOST_KEPT)(self._of)
+        self.decode = tokenizer.decode
+
+    def _of(self, token_id: int) -> tuple[str, bytes]:
+        text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        spelled = self._tokenizer.token_of(token_id) or ""
+        if spelled.startswith(_BLANK) and not text.startswith(" "):
+            text = " " + text  # which decoders take from the start of a text
+        if _BROKEN not in text:
+            return text, text.encode()
+        if match := _BYTE_TOKEN.fullmatch(spelled):
+            return text, bytes([int(match[1], 16)])
+        if spelled and all(character in _BYTES for character in spelled):
+            return text, bytes(_BYTES[character] for character in spelled)
+        return text, text.encode()

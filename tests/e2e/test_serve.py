@@ -1,0 +1,567 @@
+"""`rvllm serve` asked by OpenAI's own client, and by plain HTTP where that would not let us err."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.fixtures.commands import LIMIT_S
+from tests.fixtures.engines import at_rest, until
+from tests.fixtures.models import EOS, IM_END, Options, TinyModel, chain_model, loop_model, random_model
+from tests.fixtures.servers import Answer, Server, serving, starting
+
+CHILLI = "\N{HOT PEPPER}"
+USER = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """After x, and in a chat: a character of four tokens, " ok", end. After Q: a, b, c, ... for ever."""
+    folder = tmp_path_factory.mktemp("model")
+    return chain_model(folder, [CHILLI.encode(), " ok", EOS], also={"Q": list("abcdefgh")})
+
+
+@pytest.fixture(scope="module")
+def server(model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    names = ("--served-model-name", "m1", "--served-model-name", "m2")
+    with serving(model.folder, *names, "--max-model-len", "128", folder=tmp_path_factory.mktemp("server")) as started:
+        yield started
+        assert at_rest(started.stats())
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def chat(server: Server, **more: Any) -> Answer:
+    return server.post("/v1/chat/completions", messages=USER, **more)
+
+
+def texts(events: list[Any]) -> str:
+    return "".join(event["choices"][0]["text"] for event in events if event["choices"])
+
+
+# --- OpenAI's client
+
+
+def test_a_chat_is_answered(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(model="m2", messages=USER, temperature=0)  # type: ignore[arg-type]
+    (choice,) = reply.choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", f"{CHILLI} ok", "stop")
+    assert (reply.model, reply.object) == ("m2", "chat.completion")
+    assert reply.usage and reply.usage.completion_tokens == 6
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + 6
+
+
+def test_a_streamed_chat_is_the_same_with_one_role_one_end_and_one_usage(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="m1",
+        messages=USER,
+        stream=True,
+        stream_options={"include_usage": True},
+        n=2,  # type: ignore[arg-type]
+    )
+    chunks = list(stream)
+    assert len({(chunk.id, chunk.created, chunk.model, chunk.object) for chunk in chunks}) == 1
+    *others, last = chunks
+    assert not last.choices and last.usage and all(chunk.usage is None for chunk in others)
+    whole = client.chat.completions.create(model="m1", messages=USER, n=2)  # type: ignore[arg-type]
+    assert whole.usage and last.usage.completion_tokens == whole.usage.completion_tokens == 12
+    assert last.usage.prompt_tokens == whole.usage.prompt_tokens
+    for index in (0, 1):
+        mine = [chunk.choices[0] for chunk in others if chunk.choices[0].index == index]
+        assert [choice.delta.role for choice in mine] == ["assistant"] + [None] * (len(mine) - 1)
+        assert "".join(choice.delta.content or "" for choice in mine) == f"{CHILLI} ok"
+        assert [choice.finish_reason for choice in mine] == [None] * (len(mine) - 1) + ["stop"]
+        assert mine[-1].delta.model_dump(exclude_none=True) == {}
+
+
+def test_a_completion_is_answered_and_streamed_alike(client: openai.OpenAI) -> None:
+    reply = client.completions.create(model="m1", prompt="Q", temperature=0, max_tokens=5)
+    assert (reply.choices[0].text, reply.choices[0].finish_reason) == ("abcde", "length")
+    stream = client.completions.create(model="m1", prompt="Q", temperature=0, max_tokens=5, stream=True)
+    pieces = [chunk.choices[0] for chunk in stream]
+    assert "".join(piece.text for piece in pieces) == "abcde"
+    assert [piece.finish_reason for piece in pieces if piece.finish_reason] == ["length"]
+
+
+def test_models_are_listed_and_one_is_shown(client: openai.OpenAI) -> None:
+    assert [one.id for one in client.models.list()] == ["m1", "m2"]
+    assert client.models.retrieve("m2").id == "m2"
+    with pytest.raises(openai.NotFoundError, match="m1, m2"):
+        client.models.retrieve("nope")
+
+
+def test_the_client_knows_our_errors(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.completions.create(model="nope", prompt="x")
+    assert unknown.value.code == "model_not_found" and "m1, m2" in unknown.value.message
+    with pytest.raises(openai.BadRequestError) as hot:
+        client.completions.create(model="m1", prompt="x", temperature=-1)
+    assert hot.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model="m1", prompt="x" * 200, stream=True)
+    assert long.value.code == "context_length_exceeded" and "128" in long.value.message
+
+
+# --- What is asked for is done
+
+
+def test_logprobs_of_a_chat_have_bytes_of_parts_of_characters(server: Server) -> None:
+    content = chat(server, logprobs=True, top_logprobs=2).json["choices"][0]["logprobs"]["content"]
+    assert b"".join(bytes(one["bytes"]) for one in content[:5]) == f"{CHILLI} ok".encode()
+    for one in content:
+        assert [len(one["top_logprobs"]), one["top_logprobs"][0]["token"]] == [2, one["token"]]
+        assert one["top_logprobs"][0]["logprob"] == one["logprob"] > one["top_logprobs"][1]["logprob"]
+    for plain in ({"logprobs": True}, {"logprobs": True, "top_logprobs": 0}):
+        scored = chat(server, **plain).json["choices"][0]["logprobs"]["content"]
+        assert [one["top_logprobs"] for one in scored] == [[]] * 6
+    for wrong in ({"top_logprobs": 3}, {"logprobs": True, "top_logprobs": 21}):
+        refused = chat(server, **wrong)
+        assert (refused.status, refused.error["param"]) == (400, "top_logprobs")
+    streamed = chat(server, logprobs=True, top_logprobs=2, stream=True).events
+    assert [
+        one for event in streamed for one in (event["choices"][0]["logprobs"] or {"content": []})["content"]
+    ] == content
+
+
+def test_a_prompt_is_scored_without_a_token(server: Server) -> None:
+    ask = {"prompt": "Qab", "echo": True, "logprobs": 1, "max_tokens": 0}
+    reply = server.post("/v1/completions", **ask).json
+    (choice,) = reply["choices"]
+    assert (choice["text"], choice["finish_reason"], reply["usage"]["completion_tokens"]) == ("Qab", "length", 0)
+    assert choice["logprobs"]["tokens"] == ["Q", "a", "b"] and choice["logprobs"]["text_offset"] == [0, 1, 2]
+    assert choice["logprobs"]["token_logprobs"] == [None, 0.0, 0.0]
+    assert choice["logprobs"]["top_logprobs"][1] == {"a": 0.0}
+    (event,) = server.post("/v1/completions", **ask, stream=True).events
+    assert event["choices"] == [choice]
+
+
+def test_a_character_cut_off_by_the_limit_is_told_as_broken(server: Server) -> None:
+    for tokens, text in ((3, "\N{REPLACEMENT CHARACTER}"), (4, CHILLI)):
+        ask = {"prompt": "x", "max_tokens": tokens}
+        reply = server.post("/v1/completions", **ask).json
+        assert (reply["choices"][0]["text"], reply["choices"][0]["finish_reason"]) == (text, "length")
+        assert reply["usage"]["completion_tokens"] == tokens
+        assert texts(server.post("/v1/completions", **ask, stream=True).events) == text
+
+
+def test_words_keep_the_blank_before_them_with_a_sentencepiece_tokenizer(tmp_path: Path) -> None:
+    made = chain_model(
+        tmp_path / "model", ["\u2581Hello", "\u2581world", "!", EOS], Options(tokenizer="spm"), prompt_end="a"
+    )
+    with serving(made.folder, folder=tmp_path / "server") as spm:
+        for echo, text in ((False, " Hello world!"), (True, "a Hello world!")):
+            ask = {"prompt": "a", "echo": echo}
+            assert spm.post("/v1/completions", **ask).json["choices"][0]["text"] == text
+            assert texts(spm.post("/v1/completions", **ask, stream=True).events) == text
+        scored = spm.post("/v1/completions", prompt="a", logprobs=0).json["choices"][0]["logprobs"]
+        assert scored["tokens"][:3] == [" Hello", " world", "!"]
+
+
+def test_cached_tokens_are_told_and_shared_by_salt_alone(server: Server) -> None:
+    def cached(**more: Any) -> int:
+        reply = server.post("/v1/completions", prompt="salted " * 12 + "Q", max_tokens=1, **more).json
+        found: int = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return found
+
+    salts = [{"cache_salt": "A"}, {"cache_salt": "A"}, {"cache_salt": "B"}, {}, {}]
+    assert [cached(**salt) > 0 for salt in salts] == [False, True, False, False, True]
+    for wrong in ("", 5):
+        refused = server.post("/v1/completions", prompt="Q", cache_salt=wrong)
+        assert (refused.status, refused.error["param"]) == (400, "cache_salt")
+
+
+def test_a_stream_is_neither_kept_nor_held_back_on_its_way(server: Server) -> None:
+    headers = server.post("/v1/completions", prompt="Q", stream=True).headers
+    assert headers["cache-control"] == "no-cache" and headers["x-accel-buffering"] == "no"
+    assert "content-length" not in headers
+
+
+def test_a_stop_string_ends_across_tokens_and_nothing_of_it_is_shown(server: Server) -> None:
+    for stop in ("cde", ["zzz", "cde"]):
+        ask = {"prompt": "Q", "stop": stop, "max_tokens": 8}
+        (choice,) = server.post("/v1/completions", **ask).json["choices"]
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("ab", "stop", "cde")
+        events = server.post("/v1/completions", **ask, stream=True).events
+        assert texts(events) == "ab" and events[-1]["choices"][0]["finish_reason"] == "stop"
+    shown = server.post("/v1/completions", prompt="Q", stop="cde", max_tokens=8, include_stop_str_in_output=True).json
+    assert shown["choices"][0]["text"] == "abcde" and shown["usage"]["completion_tokens"] == 5
+    held = server.post("/v1/completions", prompt="Q", stop="bcx", max_tokens=3, stream=True).events
+    assert texts(held) == "abc"
+
+
+def test_parameters_reach_the_sampler(server: Server, model: TinyModel) -> None:
+    ask = {"prompt": "Q", "max_tokens": 3, "temperature": 0}
+    a, b = model.id("a"), model.id("b")
+
+    def text(**more: Any) -> str:
+        found: str = server.post("/v1/completions", **ask, **more).json["choices"][0]["text"]
+        return found
+
+    assert text(logit_bias={str(b): 100}) == "bbb"
+    assert text(allowed_token_ids=[a]) == "aaa"
+    assert text(stop_token_ids=[b]) == "a"
+    assert text(bad_words=["a"]) != "abc"
+    assert (
+        server.post("/v1/completions", prompt="x", max_tokens=9, ignore_eos=True).json["usage"]["completion_tokens"]
+        == 9
+    )
+    assert (
+        server.post("/v1/completions", prompt="x", max_tokens=9, min_tokens=8).json["usage"]["completion_tokens"] >= 8
+    )
+
+
+def test_prompts_come_as_texts_or_ids_one_or_many(server: Server, model: TinyModel) -> None:
+    q, x = model.id("Q"), model.id("x")
+    for prompt, count in (([q], 1), ([[q], [x, q]], 2), (["Q", "xQ"], 2)):
+        reply = server.post("/v1/completions", prompt=prompt, max_tokens=2, n=2).json
+        assert [one["text"] for one in reply["choices"]] == ["ab"] * 2 * count
+        assert [one["index"] for one in reply["choices"]] == list(range(2 * count))
+        assert reply["usage"]["prompt_tokens"] == (1 if count == 1 else 3)
+    cut = server.post("/v1/completions", prompt="x" * 300 + "Q", max_tokens=2, truncate_prompt_tokens=3).json
+    assert cut["usage"]["prompt_tokens"] == 3 and cut["choices"][0]["text"] == "ab"
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [[-1], [99999], [5279552648203111001], [1.5], [True], [[1, 2], [999999]], [["a"], [1]], [], [[]], "", None],
+)
+def test_a_prompt_that_is_none_is_refused(server: Server, prompt: Any) -> None:
+    refused = server.post("/v1/completions", prompt=prompt)
+    assert (refused.status, refused.error["param"]) == (400, "prompt")
+
+
+def test_max_tokens_is_a_cap_and_has_the_defaults_of_both_apis(server: Server) -> None:
+    for more in ({}, {"max_tokens": None}, {"max_tokens": 65535}, {"max_completion_tokens": 65535}):
+        reply = chat(server, ignore_eos=True, **more).json
+        assert (reply["usage"]["total_tokens"], reply["choices"][0]["finish_reason"]) == (128, "length")
+    assert server.post("/v1/completions", prompt="Q").json["usage"]["completion_tokens"] == 16
+
+
+def test_a_last_message_is_continued(server: Server) -> None:
+    messages = [*USER, {"role": "assistant", "content": "Q"}]
+    reply = server.post("/v1/chat/completions", messages=messages, continue_final_message=True, max_tokens=3).json
+    assert reply["choices"][0]["message"]["content"] == "abc"
+
+
+def test_special_tokens_text_of_a_user_stays_text(server: Server, model: TinyModel) -> None:
+    sly = [{"role": "user", "content": f"x{IM_END}y"}]
+    ids = server.post("/tokenize", messages=sly).json["tokens"]
+    assert ids.count(model.id(IM_END)) == 1
+    assert server.post("/detokenize", tokens=ids).json["prompt"].count(IM_END) == 2
+
+
+def test_tokens_are_told_and_read_back(server: Server, model: TinyModel) -> None:
+    reply = server.post("/tokenize", prompt="x ok", return_token_strs=True).json
+    assert reply["tokens"] == model.encode("x ok") and reply["count"] == len(reply["token_strs"]) == len(
+        reply["tokens"]
+    )
+    assert reply["max_model_len"] == 128
+    assert server.post("/detokenize", tokens=reply["tokens"]).json == {"prompt": "x ok"}
+    assert server.post("/detokenize", tokens=[99999]).error["param"] == "tokens"
+
+
+def test_a_seed_draws_the_same_again_and_n_draws_differ(tmp_path: Path) -> None:
+    made = random_model(tmp_path / "model")
+    with serving(made.folder, folder=tmp_path / "server") as random:
+        ask = {"prompt": "hello", "max_tokens": 12, "ignore_eos": True, "seed": 7, "n": 2, "logprobs": 0}
+
+        def drawn() -> list[Any]:
+            reply = random.post("/v1/completions", **ask).json
+            return [choice["logprobs"]["tokens"] for choice in reply["choices"]]
+
+        first = drawn()
+        assert drawn() == first and first[0] != first[1]
+
+
+# --- What is wrong is refused
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"seed": 2**64}, "seed"),
+        ({"n": 0}, "n"),
+        ({"n": 10**9}, "n"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", ""]}, "stop"),
+        ({"logit_bias": {"9999999": 5}}, "logit_bias"),
+        ({"logit_bias": {"abc": 5}}, "logit_bias"),
+        ({"logit_bias": {"65": "x"}}, "logit_bias"),
+        ({"stop_token_ids": [99999]}, "stop_token_ids"),
+        ({"messages": {}}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "alien", "content": ""}]}, "messages"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"chat_template": "x"}, "chat_template"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream_options": {"odd": True}, "stream": True}, "stream_options"),
+        ({"unheard_of": 1}, "unheard_of"),
+        ({"best_of": 3}, "best_of"),
+        ({"priority": 2**70}, "priority"),
+    ],
+)
+def test_a_wrong_field_is_named_streaming_or_not(server: Server, body: dict[str, Any], param: str) -> None:
+    for stream in ({}, {"stream": True}):
+        refused = server.post("/v1/chat/completions", **{"messages": USER, **stream, **body})
+        if param == "stream_options" and "odd" not in str(body) and stream:
+            continue
+        assert (refused.status, refused.error["param"]) == (400, param), refused
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"not json", b"\0", b"[1]", b'"x', '{"prompt": "\N{LATIN SMALL LETTER Y WITH DIAERESIS}"}'.encode("latin-1"),
+     '{"prompt": "x"}'.encode("utf-16"), b'{"temperature": NaN}', b'{"temperature": 1e999}', b'{"a":' + b"[" * 100_000],
+)  # fmt: skip
+def test_a_body_that_is_no_json_is_told_so_and_the_connection_goes_on(server: Server, data: bytes) -> None:
+    connection = server.connect()
+    for _ in range(2):
+        connection.request("POST", "/v1/completions", data, {"content-type": "application/json"})
+        reply = connection.getresponse()
+        refused = Answer(reply.status, {"content-type": reply.getheader("content-type", "")}, reply.read())
+        assert refused.status == 400 and refused.error
+    connection.close()
+
+
+def test_paths_methods_and_content_types_are_refused_by_their_status(server: Server) -> None:
+    assert server.send("GET", "/v1/nope").error["code"] == "not_found"
+    wrong = server.send("GET", "/v1/chat/completions")
+    assert (wrong.status, wrong.headers["allow"]) == (405, "POST") and wrong.error
+    form = server.send("POST", "/v1/completions", b"{}", {"content-type": "text/plain"})
+    assert form.status == 415 and form.error
+    assert server.send("GET", "/version").json["version"]
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(server: Server) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), LIMIT_S) as link:
+        link.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n")
+        assert b" 413 " in link.recv(100)
+    with socket.create_connection(("127.0.0.1", server.port), LIMIT_S) as link:
+        link.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        chunk = b"%x\r\n" % (1 << 20) + b"a" * (1 << 20) + b"\r\n"
+        try:
+            for _ in range(200):
+                link.sendall(chunk)
+        except (BrokenPipeError, ConnectionResetError):
+            return  # it was closed on us, as it may be
+        assert b" 413 " in link.recv(100)
+
+
+def test_a_very_long_prompt_is_refused_in_time(server: Server) -> None:
+    started_s = time.monotonic()
+    refused = server.post("/v1/completions", prompt="a" * (8 << 20))
+    assert (refused.status, refused.error["code"]) == (400, "context_length_exceeded")
+    assert time.monotonic() - started_s < 5
+
+
+# --- Keys
+
+
+def test_a_key_opens_all_but_what_shows_that_the_server_lives(model: TinyModel, tmp_path: Path) -> None:
+    with serving(model.folder, "--api-key", "K1", "--api-key", "K2", folder=tmp_path / "server") as locked:
+        assert [locked.send("GET", path).status for path in ("/health", "/ping")] == [200, 200]
+        for path in ("/version", "/v1/models", "//v1/models", "/v1/./models", "/x/../v1/models", "/V1/models",
+                     "/v1/models/", "/v1%2fmodels", "/health/", "/nope"):  # fmt: skip
+            refused = locked.send("GET", path)
+            assert (refused.status, refused.error["code"]) == (401, "invalid_api_key"), path
+        for key in ("", "Bearer", "Bearer ", "Basic K1", "Bearer K1 ", "Bearer k1", "Bearer K1K2", "K1"):
+            assert locked.send("GET", "/v1/models", headers={"authorization": key}).status == 401 or key == "Bearer K1 "
+        for key in ("Bearer K1", "bearer K2"):
+            assert locked.send("GET", "/v1/models", headers={"authorization": key}).status == 200
+        assert not any("K1" in line for line in locked.said)
+
+
+# --- Coming and going
+
+
+def test_a_client_that_goes_away_frees_what_its_request_held(tmp_path: Path) -> None:
+    made = loop_model(tmp_path / "model", options=Options(max_positions=100_000))
+    with serving(made.folder, folder=tmp_path / "server") as looping:
+        for stream in (True, False):
+            connection = looping.connect()
+            body = json.dumps({"prompt": "x", "max_tokens": 90_000, "n": 2, "stream": stream})
+            connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+            until(lambda: looping.stats().load.running == 2, LIMIT_S)
+            if stream:
+                assert connection.getresponse().read(10)
+            connection.sock.close()
+            connection.close()
+            until(lambda: at_rest(looping.stats()), 3.0)
+        assert looping.post("/v1/completions", prompt="x", max_tokens=2).json["choices"][0]["text"] == "aa"
+
+
+def test_what_a_stop_string_ends_is_not_generated_on(tmp_path: Path) -> None:
+    made = loop_model(tmp_path / "model", options=Options(max_positions=100_000))
+    with serving(made.folder, folder=tmp_path / "server") as looping:
+        for stream in (True, False):
+            ask = {"prompt": "x", "max_tokens": 90_000, "stop": "aaa", "n": 2, "stream": stream}
+            assert looping.post("/v1/completions", **ask).status == 200
+            until(lambda: at_rest(looping.stats()), 3.0)
+
+
+def test_many_streams_at_once_each_end_as_they_should(server: Server, model: TinyModel) -> None:
+    kinds: list[tuple[dict[str, Any], str, str]] = [
+        ({"prompt": "x", "max_tokens": 50}, f"{CHILLI} ok", "stop"),
+        ({"prompt": "Q", "max_tokens": 50, "stop": "de"}, "abc", "stop"),
+        ({"prompt": "Q", "max_tokens": 4}, "abcd", "length"),
+        ({"prompt": [model.id(" ok")], "max_tokens": 4}, "", "stop"),
+    ]
+
+    def one(number: int) -> None:
+        ask, text, reason = kinds[number % len(kinds)]
+        events = server.post("/v1/completions", **ask, stream=True).events
+        assert texts(events) == text
+        assert [end for event in events if (end := event["choices"][0]["finish_reason"])] == [reason]
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(one, range(80)))
+
+
+def test_it_is_there_before_the_model_and_says_so(model: TinyModel, tmp_path: Path) -> None:
+    with starting(model.folder, folder=tmp_path / "server") as early:
+        answer = early.send("GET", "/health")
+        if answer.status != 200:  # else the machine was quicker than we
+            assert (answer.status, answer.error["code"], answer.headers["retry-after"]) == (503, "loading", "1")
+        early.told("ready: ")
+        assert early.send("GET", "/health").status == 200
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_requests_run_out_and_leaves_nothing_behind(
+    model: TinyModel, tmp_path: Path, number: signal.Signals
+) -> None:
+    folder = tmp_path / "server"
+    made = loop_model(tmp_path / "model", options=Options(max_positions=100_000))
+    with serving(made.folder, "--shutdown-timeout", "20", folder=folder) as ending:
+        connection = ending.connect()
+        body = json.dumps({"prompt": "x", "max_tokens": 400, "stream": True})
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        reply = connection.getresponse()
+        first = reply.read(10)
+        ending.process.send_signal(number)
+        rest = reply.read()
+        assert (first + rest).endswith(b"data: [DONE]\n\n") and (first + rest).count(b'"text":"a"') == 400
+        assert ending.ended() == 0
+        connection.close()
+    assert not list(folder.iterdir())
+
+
+def test_requests_end_with_an_error_when_the_time_is_over(tmp_path: Path) -> None:
+    made = loop_model(tmp_path / "model", options=Options(max_positions=100_000))
+    with serving(made.folder, "--shutdown-timeout", "0", folder=tmp_path / "server") as ending:
+        connection = ending.connect()
+        body = json.dumps({"prompt": "x", "max_tokens": 90_000, "stream": True})
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        reply = connection.getresponse()
+        reply.read(10)
+        ending.process.terminate()
+        last = reply.read().split(b"\n\n")[-2]
+        assert json.loads(last.removeprefix(b"data: "))["error"]["type"] == "service_unavailable"
+        assert ending.ended() == 0
+        connection.close()
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    made = loop_model(tmp_path / "model", options=Options(max_positions=100_000))
+    path = tmp_path / "socket"
+    with serving(made.folder, "--uds", str(path), folder=tmp_path / "server") as ending:
+        link = socket.socket(socket.AF_UNIX)
+        link.connect(str(path))
+        body = b'{"prompt": "x", "max_tokens": 90000}'
+        link.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+        until(lambda: ending.stats().load.running == 1, LIMIT_S)
+        ending.process.terminate()
+        ending.told("stopping")
+        ending.process.terminate()
+        assert ending.ended() == 128 + signal.SIGTERM
+        link.close()
+    assert not path.exists() and not list((tmp_path / "server").iterdir())
+
+
+def test_the_death_of_the_engine_ends_requests_and_the_server(tmp_path: Path) -> None:
+    made = loop_model(tmp_path / "model", options=Options(max_positions=100_000))
+    with serving(made.folder, folder=tmp_path / "server") as dying:
+        connection = dying.connect()
+        body = json.dumps({"prompt": "x", "max_tokens": 90_000, "stream": True})
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        reply = connection.getresponse()
+        reply.read(10)
+        children = Path(f"/proc/{dying.process.pid}/task/{dying.process.pid}/children").read_text().split()
+        os.kill(int(children[0]), signal.SIGKILL)
+        last = reply.read().split(b"\n\n")[-2]
+        assert "killed by SIGKILL" in json.loads(last.removeprefix(b"data: "))["error"]["message"]
+        assert dying.ended() == 1
+        assert dying.told("error: .*killed by SIGKILL")
+        connection.close()
+
+
+@pytest.mark.parametrize("arguments", [("/nowhere/at/all",), ("MODEL", "--dtype", "bfloat16")])
+def test_a_refused_start_is_told_in_a_few_lines(model: TinyModel, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    named = [str(model.folder) if argument == "MODEL" else argument for argument in arguments]
+    with starting(*named, folder=tmp_path / "server") as refused:
+        assert refused.ended() == 1
+        assert refused.told("^error: ") and len(refused.said) <= 10
+        assert not any("Traceback" in line for line in refused.said)
+    assert not list((tmp_path / "server").iterdir())
+
+
+def test_an_interrupt_while_it_loads_ends_in_one_word(model: TinyModel, tmp_path: Path) -> None:
+    with starting(model.folder, folder=tmp_path / "server") as loading:
+        loading.told("listening")
+        loading.process.send_signal(signal.SIGINT)
+        assert loading.ended() in (0, 130)  # 0: it was ready already
+        assert not any("Traceback" in line for line in loading.said)
+    assert not list((tmp_path / "server").iterdir())
+
+
+def test_a_unix_socket_is_ours_alone_and_replaces_only_one_that_is_dead(model: TinyModel, tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    with starting(model.folder, "--uds", str(path), folder=tmp_path / "server") as first:
+        first.told("listening at unix socket")
+        assert path.stat().st_mode & 0o777 == 0o660
+        with starting(model.folder, "--uds", str(path), folder=tmp_path / "second") as second:
+            assert second.ended() == 1 and second.told("Address already in use")
+        assert path.exists()
+        first.told("ready: ")
+        first.process.terminate()
+        assert first.ended() == 0 and not path.exists()
+    path.write_text("precious")
+    with starting(model.folder, "--uds", str(path), folder=tmp_path / "server") as third:
+        assert third.ended() == 1 and path.read_text() == "precious"
+
+
+def test_a_port_in_use_is_told(server: Server, model: TinyModel, tmp_path: Path) -> None:
+    with starting(model.folder, "--port", str(server.port), folder=tmp_path / "server") as refused:
+        assert refused.ended() == 1 and refused.told("Address already in use")
+
+
+def test_a_model_without_a_template_completes_and_refuses_chats(tmp_path: Path) -> None:
+    made = chain_model(tmp_path / "model", ["a", EOS], Options(template=None))
+    with serving(made.folder, folder=tmp_path / "server") as bare:
+        refused = bare.post("/v1/chat/completions", messages=USER)
+        assert refused.status == 400 and "--chat-template" in refused.error["message"]
+        assert bare.post("/v1/completions", prompt="x").json["choices"][0]["text"] == "a"
+        assert bare.told("no chat template")

@@ -1,0 +1,232 @@
+"""Bodies, errors and routes of the server, without a socket, a model or an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rvllm.api.errors import HttpError
+from rvllm.api.http import MOST_BODY_BYTES, App, Exchange, Routes, while_connected
+from rvllm.api.requests import ChatBody, CompletionBody, SamplingBody, parse
+from rvllm.errors import BadRequest, EngineDied, PromptTooLong
+from rvllm.sampling.params import SamplingParams
+from rvllm.text.token_text import TokenTexts
+from rvllm.text.tokenizer import Tokenizer
+from tests.fixtures.tiny_tokenizers import tiny_tokenizer
+
+Message = MutableMapping[str, Any]
+
+
+def ask(
+    routes: Routes,
+    path: str = "/a",
+    method: str = "POST",
+    body: tuple[bytes, ...] = (b"{}",),
+    headers: dict[str, str] = {},  # noqa: B006
+    **how: Any,
+) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of what an App of these routes answers."""
+    sent: list[Message] = []
+    chunks = [{"type": "http.request", "body": part, "more_body": True} for part in body[:-1]]
+    waiting = [*chunks, {"type": "http.request", "body": body[-1], "more_body": False}]
+
+    async def receive() -> Message:
+        return waiting.pop(0) if waiting else {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    raw = [(key.encode(), value.encode()) for key, value in headers.items()]
+    scope = {"type": "http", "path": path, "method": method, "headers": raw}
+    asyncio.run(App(routes, **how)(scope, receive, send))
+    if not sent:
+        return 0, {}, b""
+    told = {key.decode(): value.decode() for key, value in sent[0]["headers"]}
+    return sent[0]["status"], told, b"".join(message["body"] for message in sent[1:])
+
+
+async def echo(exchange: Exchange) -> None:
+    await exchange.reply(await exchange.body())
+
+
+def failing(error: Exception, begun: bool = False) -> Routes:
+    async def handler(exchange: Exchange) -> None:
+        if begun:
+            await exchange.begin_events()
+            await exchange.events(b"data: 1\n\n")
+        raise error
+
+    return {"/a": {"POST": handler}}
+
+
+ECHO: Routes = {"/a": {"POST": echo}, "/b/": {"GET": echo}}
+
+
+def test_a_body_comes_in_parts() -> None:
+    status, headers, body = ask(ECHO, body=(b"ab", b"", b"c"))
+    assert (status, body, headers["content-type"], headers["content-length"]) == (200, b"abc", "application/json", "3")
+
+
+@pytest.mark.parametrize(
+    ("how", "status"),
+    [
+        ({"path": "/"}, 404),
+        ({"path": "/a/"}, 404),
+        ({"path": "/b/", "method": "GET"}, 404),
+        ({"method": "GET"}, 405),
+        ({"headers": {"content-type": "text/plain"}}, 415),
+        ({"headers": {"content-length": str(MOST_BODY_BYTES + 1)}}, 413),
+        ({"headers": {"content-length": "-1"}}, 413),
+        ({"body": (b"a" * (1 << 20),) * 33}, 413),
+    ],
+)
+def test_what_is_no_request_of_ours_has_its_status_and_an_error_object(how: dict[str, Any], status: int) -> None:
+    given, headers, body = ask(ECHO, **how)
+    assert given == status and headers["content-type"] == "application/json"
+    assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+    assert (headers.get("connection") == "close") == (status in (413, 415))
+
+
+def test_a_client_that_leaves_within_its_body_is_told_nothing() -> None:
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "path": "/a", "method": "POST", "headers": []}
+    asyncio.run(App(ECHO)(scope, receive, send))
+    assert not sent
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (BadRequest("bad", param="n"), 400, None),
+        (PromptTooLong("long", param="prompt"), 400, "context_length_exceeded"),
+        (EngineDied("dead"), 503, "engine_error"),
+        (HttpError(404, "no", code="model_not_found"), 404, "model_not_found"),
+    ],
+)
+def test_errors_have_their_status_and_code(error: Exception, status: int, code: str | None) -> None:
+    given, _, body = ask(failing(error))
+    assert (given, json.loads(body)["error"]["code"]) == (status, code)
+    begun, _, events = ask(failing(error, begun=True))
+    *_, last, end = events.split(b"\n\n")
+    assert begun == 200 and end == b"" and json.loads(last.removeprefix(b"data: ")) == json.loads(body)
+
+
+def test_a_fault_of_ours_shows_no_words_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, body = ask(failing(ValueError("/secret/path")))
+    assert status == 500 and b"secret" not in body and b"ValueError" in body
+    assert "/secret/path" in capsys.readouterr().err
+
+
+def test_a_key_is_asked_for_before_anything_is_told() -> None:
+    for path in ("/a", "/nope", "/b/x"):
+        assert ask(ECHO, path, keys=["K"])[0] == 401
+    assert ask(ECHO, keys=["J", "K"], headers={"authorization": "Bearer K"})[0] == 200
+    assert ask(ECHO, keys=["K"], open_routes=["/a"])[0] == 200
+
+
+def test_work_is_cancelled_when_its_client_goes_away() -> None:
+    ended: list[str] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("cancelled")
+
+    async def handler(exchange: Exchange) -> None:
+        await exchange.body()
+        await while_connected(exchange, work())
+
+    assert ask({"/a": {"POST": handler}}) == (0, {}, b"") and ended == ["cancelled"]
+
+
+def test_an_error_of_the_work_is_the_answer_while_the_client_is_there() -> None:
+    async def work() -> None:
+        raise BadRequest("bad")
+
+    async def wait() -> Message:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    async def run() -> None:
+        await while_connected(Exchange({"headers": []}, wait, _nothing), work())
+
+    with pytest.raises(BadRequest):
+        asyncio.run(run())
+
+
+async def _nothing(message: Message) -> None: ...
+
+
+# --- Bodies
+
+
+@pytest.mark.parametrize(
+    ("data", "param", "said"),
+    [
+        (b'{"n": "x"}', "n", "expected `int | null`, got `str`"),
+        (b'{"n": true}', "n", "got `bool`"),
+        (b'{"stop_token_ids": [1, "x"]}', "stop_token_ids", "got `str`"),
+        (b'{"logit_bias": {"1": "x"}}', "logit_bias", "got `str`"),
+        (b'{"temperature": 1e999}', "temperature", "out of range"),
+        (b'{"max_tokenz": 1}', "max_tokenz", "unknown field 'max_tokenz'"),
+        (b'{"stream_options": {"x": 1}}', "stream_options", "stream_options has an unknown field 'x'"),
+        (b"[]", None, "expected `object`, got `array`"),
+        (b"{", None, "not valid JSON"),
+        (b'{"temperature": NaN}', None, "not valid JSON"),
+        (b'{"user": "\xff"}', None, "not valid JSON"),
+        (b'{"user": "\\ud800"}', None, "not valid JSON"),
+        (b'{"metadata": ' + b'{"a":' * 100_000, None, "nested"),
+    ],
+)
+def test_a_wrong_body_is_told_by_its_field(data: bytes, param: str | None, said: str) -> None:
+    with pytest.raises(HttpError) as wrong:
+        parse(data, CompletionBody)
+    assert (wrong.value.status, wrong.value.param) == (400, param) and said in wrong.value.message
+
+
+def test_null_is_as_good_as_nothing() -> None:
+    for kind in (CompletionBody, ChatBody):
+        names = kind.__struct_fields__
+        body = parse(json.dumps(dict.fromkeys(names)).encode(), kind)
+        body.check()
+        assert body.sampling({}) == SamplingParams()
+
+
+def test_what_is_given_beats_the_defaults_and_nothing_is_lost() -> None:
+    given = {
+        "n": 2, "max_tokens": 5, "min_tokens": 1, "temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.1,
+        "presence_penalty": 1, "frequency_penalty": 1, "repetition_penalty": 1.5, "seed": 4, "stop": ["a"],
+        "stop_token_ids": [1], "ignore_eos": True, "logit_bias": {"3": 1}, "allowed_token_ids": [3], "bad_words": ["b"],
+        "include_stop_str_in_output": True, "skip_special_tokens": False,
+    }  # fmt: skip
+    params = parse(json.dumps(given).encode(), SamplingBody).sampling({"temperature": 9, "max_tokens": 9}, logprobs=2)
+    assert params == SamplingParams(**given, logprobs=2)  # type: ignore[arg-type]
+    assert parse(b"{}", SamplingBody).sampling({"temperature": 0.3}).temperature == 0.3
+
+
+# --- Single tokens
+
+
+@pytest.mark.parametrize("kind", ["bytelevel", "spm"])
+def test_bytes_of_tokens_joined_are_the_texts_bytes(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(tiny_tokenizer(kind, ("Hello", " world")).json, encoding="utf-8")
+    tokenizer = Tokenizer.from_pretrained(str(tmp_path))
+    texts = TokenTexts(tokenizer)
+    text = "Hello world \N{HOT PEPPER}!"
+    ids = tokenizer.encode(text)
+    data = b"".join(texts.of(token)[1] for token in ids)
+    assert data.removeprefix(b" " if kind == "spm" else b"") == text.encode()
+    assert all(bytes(texts.of(token)[0], "utf-8") == texts.of(token)[1] for token in ids if len(texts.of(token)[1]) > 1)
