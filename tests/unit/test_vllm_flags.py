@@ -241,6 +241,10 @@ def test_variables_that_change_nothing_are_told() -> None:
     ]
 
 
+def test_help_by_groups_is_all_the_help() -> None:
+    assert CliRunner().invoke(tiny, ["--help=all"]).output == CliRunner().invoke(tiny, ["--help"]).output != ""
+
+
 def test_commands_do_no_flag_that_the_table_says_is_not_done() -> None:
     undone = {flag.name for flag in EVERY if flag.treatment is not Treatment.HONOURED}
     for command in (generate, chat, *benchmark.commands.values()):

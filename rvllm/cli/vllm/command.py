@@ -129,6 +129,8 @@ class VllmCommand(click.Command):
         rest = iter(args[:end])
         for word in rest:
             name, equals, value = word.partition("=")
+            if name == "--help":  # vLLM's has groups, as in --help=all
+                word = name
             option, dot, path = name.partition(".")
             option = option.replace("_", "-")
             if dot and path and option in options:

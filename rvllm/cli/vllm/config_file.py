@@ -12,11 +12,11 @@ import json
 import re
 from typing import Any
 
-_COMMENT = re.compile(r"(?:^|\s)#.*")
+_COMMENT = re.compile(r"\s+(?:#.*)?")
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9]*)")
-_FLOAT = re.compile(r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+][0-9]+)?")
+_FLOAT = re.compile(r"(?:[-+]?[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+][0-9]+)?")
 _TREACHEROUS = re.compile(
-    r"[-+]?(?:0[0-9xXob_].*|[0-9][0-9_.]*_[0-9_.eE+-]*|[0-9][0-9_]*(?::[0-9.]+)+|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))"
+    r"[-+]?(?:0[0-9xXob_].*|[0-9][0-9_.]*_[0-9_.eE+-]*|[0-9][0-9_]*(?::[0-9.]+)+|\.(?:[0-9]|inf|Inf|INF|nan|NaN|NAN).*)"
     r"|[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}.*|=|<<"
 )
 _CONSTANTS: dict[str, bool | None] = {
@@ -24,7 +24,7 @@ _CONSTANTS: dict[str, bool | None] = {
     **{form: True for word in ("true", "yes", "on") for form in (word, word.title(), word.upper())},
     **{form: False for word in ("false", "no", "off") for form in (word, word.title(), word.upper())},
 }
-_NO_PLAIN = tuple(",[]{}#&*!|>'\"%@`")
+_NO_PLAIN = (*",[]{}#&*!|>'\"%@`", "---", "...")
 """What a scalar without quotes cannot begin with."""
 
 _ESCAPES = re.compile(r'\\(?!["\\/bfnrt]|u[0-9a-fA-F]{4})')
@@ -33,7 +33,12 @@ _ESCAPES = re.compile(r'\\(?!["\\/bfnrt]|u[0-9a-fA-F]{4})')
 def read(text: str) -> dict[str, Any]:
     """The mapping in `text`: str, int, float, bool, None, lists and dicts of them. Raises ValueError with the line."""
     lines: list[_Line] = []
-    for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1):
+    for number, line in enumerate(text.removeprefix("\ufeff").replace("\r\n", "\n").split("\n"), 1):
+        if not line.isprintable():
+            odd = next(character for character in line if not character.isprintable())
+            raise ValueError(
+                f"line {number}: the character {odd!r} is not read here, write spaces, or it in quotes as \\u"
+            )
         bare = line.lstrip(" ")
         if bare.strip() and not bare.startswith("#") and not (line.rstrip() == "---" and not lines):
             lines.append(_Line(number, len(line) - len(bare), bare.rstrip()))
@@ -159,10 +164,12 @@ class _Scalars:
         stop = end.start() if end else len(self._text)
         word = self._text[self._at : stop].strip()
         self._at = stop
+        if flow and not word:
+            raise ValueError("a value is missing between brackets")
         if word.startswith(("|", ">")):
             raise ValueError("text of several lines is not read: put it into a file, or in quotes with \\n")
         strange = r"[-?:](?:\s|$)" if flow else r"[-?:](?:\s|$)|.*:(?:\s|$)"
-        if word.startswith(_NO_PLAIN) or re.match(strange, word):
+        if word.startswith(_NO_PLAIN) or re.match(strange, word) or (flow and "?" in word):
             raise ValueError(f"{word!r} is YAML that is not read here: put it in quotes if it is text")
         return scalar(word)
 
@@ -200,7 +207,7 @@ class _Scalars:
 
     def _more(self, closing: str, *, first: bool) -> bool:
         """Whether an element follows; behind the bracket, comma and spaces before it, or behind the closing bracket."""
-        opening = r"[\[{]\s*" if first else r"\s*(?:,\s*|(?=[\]}]))"
+        opening = r"[\[{]\s*" if first else rf"\s*(?:,\s*|(?=\{closing}))"
         match = re.compile(opening).match(self._text, self._at)
         if not match:
             raise ValueError(f"a comma or {closing} is missing: what begins with a bracket has to end on its line")
@@ -219,6 +226,8 @@ def scalar(word: str) -> str | int | float | bool | None:
         return _CONSTANTS[word]
     if _INT.fullmatch(word):
         return int(word)
+    if _FLOAT.fullmatch(word):
+        return float(word)
     if _TREACHEROUS.fullmatch(word):
         raise ValueError(f"{word} is not what it looks like in YAML: put it in quotes if it is text")
-    return float(word) if _FLOAT.fullmatch(word) else word
+    return word
