@@ -219,8 +219,8 @@ def test_what_does_not_go_together_is_wrong_usage(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--dataset-path", "x.json"), "--dataset-path is not done: prompts are random token ids"),
-        (("--dataset_path=x.json",), "--dataset-path is not done: prompts are random token ids"),
+        (("--dataset-path", "x.json"), "--dataset-path x.json is not done: prompts are random token ids"),
+        (("--dataset_path=x.json",), "--dataset-path x.json is not done: prompts are random token ids"),
         (("--dataset-name", "sharegpt"), "'sharegpt' is not 'random'"),
         (("--backend", "hf"), "'hf' is not 'vllm'"),
         (("--async-engine",), "--async-engine is not done: the engine is called directly"),
