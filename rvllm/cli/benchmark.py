@@ -15,6 +15,9 @@ import click
 from rvllm.cli.main import debug_option
 from rvllm.cli.options import Size, Sizes, chain, engine_settings, model_setting, setting, talk_options
 from rvllm.cli.talk import Talk
+from rvllm.cli.vllm.command import VllmCommand
+from rvllm.cli.vllm.engine_flags import ENGINE
+from rvllm.cli.vllm.flag import refused
 from rvllm.config import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -26,28 +29,65 @@ CONTEXT, SLOPE_BETWEEN = 512, (16, 144)
 WALL_INPUT, WALL_OUTPUT = 8, 32
 """Of the article that this engine answers: 8 tokens in, 32 out."""
 
-NOT_DONE = {
-    "prompts are random token ids, there is no data set": (
-        "--dataset-path", "--no-oversample", "--custom-output-len", "--enable-multimodal-chat", "--hf-subset",
-        "--hf-split", "--hf-name", "--random-batch-size", "--no-reranker", "--random-mm-base-items-per-request",
-        "--random-mm-num-mm-items-range-ratio", "--random-mm-limit-mm-per-prompt", "--random-mm-bucket-config",
-        "--asr-min-audio-len-sec", "--asr-max-audio-len-sec", "--prefix-repetition-prefix-len",
-        "--prefix-repetition-suffix-len", "--prefix-repetition-num-prefixes", "--prefix-repetition-output-len",
-    ),
-    "prompts are token ids, no text is read or written": ("--tokenizer", "--tokenizer-mode"),
-    "say --random-prefix-len": ("--prefix-len",),
-    "it belongs to another engine": ("--hf-max-batch-size", "--hf-enable-torch-compile"),
-    "the engine is called directly, and all requests are there before its first step": (
-        "--async-engine", "--prequeue-requests",
-    ),
-    "there are no adapters": ("--lora-path", "--lora-assignment"),
-    "beam search is not done": ("--use-beam-search",),
-    "there is no profiler inside; run the command under nsys": ("--profile",),
-    "one GPU computes": (
-        "--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size", "-tp", "-pp", "-dp",
-    ),
-}  # fmt: skip
-"""Options of vLLM's benchmarks that are refused, by the reason."""
+PEERS = (
+    *refused("prompts are random token ids, there is no data set", """
+        --dataset-path = None
+        --no-oversample/ = False
+        --custom-output-len = None
+        --enable-multimodal-chat/ = False
+        --hf-subset = None
+        --hf-split = None
+        --hf-name = None
+        --random-batch-size = 1
+        --no-reranker/ = False
+        --random-mm-base-items-per-request = 1
+        --random-mm-num-mm-items-range-ratio = 0
+        --random-mm-limit-mm-per-prompt = None
+        --random-mm-bucket-config = None
+        --asr-min-audio-len-sec = 0
+        --asr-max-audio-len-sec = inf
+        --prefix-repetition-prefix-len = None
+        --prefix-repetition-suffix-len = None
+        --prefix-repetition-num-prefixes = None
+        --prefix-repetition-output-len = None
+    """),
+    *refused("prompts are token ids, no text is read or written", """
+        --tokenizer = None
+        --tokenizer-mode = auto
+        --chat-template = None
+    """),
+    *refused("it has another name", """
+        --prefix-len = 0
+    """, "--random-prefix-len"),
+    *refused("it belongs to another engine", """
+        --hf-max-batch-size = None
+        --hf-enable-torch-compile/ = False
+    """),
+    *refused("the engine is called directly, and all requests are there before its first step", """
+        --async-engine/ = False
+        --prequeue-requests/ = False
+    """),
+    *refused("there are no adapters", """
+        --lora-path = None
+        --lora-assignment = random
+    """),
+    *refused("beam search is not done", """
+        --use-beam-search/ = False
+    """),
+    *refused("there is no profiler inside", """
+        --profile/ = False
+    """, "run the command under nsys"),
+    *refused("no sampling defaults are read: tokens are drawn at temperature 1", """
+        --generation-config = auto | vllm
+    """),
+    *refused("a benchmark keeps a cache where vLLM's does", """
+        --enable-prefix-caching/--disable-prefix-caching = None
+    """),
+    *refused("requests are alike, they begin as they come", """
+        --scheduling-policy = fcfs
+    """),
+)  # fmt: skip
+"""Flags of vLLM's benchmarks that are refused; its engine's flags come behind them."""
 
 
 class Modes(click.Group):
@@ -60,18 +100,6 @@ class Modes(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
-
-
-class PeerCommand(click.Command):
-    """A command of vLLM's that says why it does not do some of its options."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        for given in args[: args.index("--") if "--" in args else len(args)]:
-            name = given.partition("=")[0].replace("_", "-")
-            for reason, names in NOT_DONE.items():
-                if name in names:
-                    raise click.UsageError(f"{name} is not done: {reason}", ctx)
-        return super().parse_args(ctx, args)
 
 
 @click.group(cls=Modes)
@@ -130,7 +158,11 @@ of_peers = chain(
 )
 
 
-@benchmark.command(short_help="Decode speed by batch, beside the device's limit (the default).")
+@benchmark.command(
+    cls=VllmCommand,
+    flags=(*PEERS, *ENGINE),
+    short_help="Decode speed by batch, beside the device's limit (the default).",
+)
 @click.option(
     "--n",
     "sequences",
@@ -217,7 +249,7 @@ def prompt_and_output(
     return [(prompt, outputs) for prompt in context or (CONTEXT,)]
 
 
-@benchmark.command(cls=PeerCommand, short_help="As `vllm bench throughput`.")
+@benchmark.command(cls=VllmCommand, flags=(*PEERS, *ENGINE), short_help="As `vllm bench throughput`.")
 @click.option("--backend", type=click.Choice(["vllm"]), default="vllm", help="This engine stands in for it.")
 @click.option("--dataset-name", type=click.Choice(["random"]), default="random", show_default=True)
 @click.option("--num-prompts", type=Size(), default=1000, show_default=True)
@@ -288,7 +320,7 @@ def throughput(
         emit(ready, lines, fields | extra, file, output_json, fields)
 
 
-@benchmark.command(cls=PeerCommand, short_help="As `vllm bench latency`.")
+@benchmark.command(cls=VllmCommand, flags=(*PEERS, *ENGINE), short_help="As `vllm bench latency`.")
 @click.option("--input-len", type=Size(), default=32, show_default=True, help="Tokens of a prompt.")
 @click.option("--output-len", type=Size(), default=128, show_default=True, help="Tokens of an output.")
 @click.option("--batch-size", type=Size(), default=8, show_default=True, help="Prompts at once.")

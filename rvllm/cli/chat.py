@@ -16,6 +16,7 @@ from rvllm.cli.generate import from_stdin, require_template, write
 from rvllm.cli.options import model_settings, sampling_options, system_option, talk_options
 from rvllm.cli.session import complete, load, parameters, split
 from rvllm.cli.talk import Talk
+from rvllm.cli.vllm.command import VllmCommand
 from rvllm.errors import BadRequest, PromptTooLong
 from rvllm.sampling.params import SamplingParams
 
@@ -27,7 +28,7 @@ HELP = "/clear: start anew · /system TEXT: set the system message · /exit or C
 _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
 
 
-@click.command()
+@click.command(cls=VllmCommand)
 @system_option
 @sampling_options
 @model_settings

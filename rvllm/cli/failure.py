@@ -13,6 +13,14 @@ MOST_LINES = 10
 _LONGEST_LINE = 2000  # characters
 
 
+class Refused(click.UsageError):
+    """An option of another engine's that is not done here; `hint` is the way out, where there is one."""
+
+    def __init__(self, message: str, ctx: click.Context | None = None, *, hint: str | None = None) -> None:
+        super().__init__(message, ctx)
+        self.hint = hint
+
+
 @dataclass(slots=True)
 class Debug:
     """Whether to print tracebacks: RVLLM_DEBUG=1 says so, or --debug once it has been parsed."""
@@ -48,6 +56,8 @@ def explain(error: Exception) -> tuple[str, str | None]:
     """(what is wrong, the way out)."""
     if isinstance(error, RvllmError):
         return error.message, error.hint
+    if isinstance(error, Refused):
+        return _one_line(error.format_message()), error.hint
     if isinstance(error, click.UsageError):
         command = error.ctx.command_path if error.ctx else "rvllm"
         return _one_line(error.format_message()), f"see `{command} --help`"

@@ -11,13 +11,14 @@ import click
 from rvllm.cli.options import json_option, model_settings, sampling_options, system_option, talk_options
 from rvllm.cli.session import Completion, complete, load, parameters, split
 from rvllm.cli.talk import Talk
+from rvllm.cli.vllm.command import VllmCommand
 from rvllm.errors import BadRequest, StartError
 
 if TYPE_CHECKING:
     from rvllm.llm import LLM
 
 
-@click.command()
+@click.command(cls=VllmCommand)
 @click.argument("prompt", required=False)
 @click.option(
     "--chat/--raw",

@@ -222,6 +222,9 @@ model_settings = chain(
         show_default=True,
         help="Who begins first: who came first, or whose priority is the lowest number.",
     ),
+    setting(
+        "max_logprobs", type=click.IntRange(0), show_default=True, help="Of one token, that a request may ask for."
+    ),
     setting("chat_template", metavar="FILE|TEXT", help="A Jinja template instead of the model's own."),
     setting(
         "generation_config",
