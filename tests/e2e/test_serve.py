@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import time
@@ -276,11 +277,11 @@ def test_tokens_are_told_and_read_back(server: Server, model: TinyModel) -> None
 
 def test_a_seed_draws_the_same_again_and_n_draws_differ(tmp_path: Path) -> None:
     made = random_model(tmp_path / "model")
-    with serving(made.folder, folder=tmp_path / "server") as random:
+    with serving(made.folder, folder=tmp_path / "server") as drawing:
         ask = {"prompt": "hello", "max_tokens": 12, "ignore_eos": True, "seed": 7, "n": 2, "logprobs": 0}
 
         def drawn() -> list[Any]:
-            reply = random.post("/v1/completions", **ask).json
+            reply = drawing.post("/v1/completions", **ask).json
             return [choice["logprobs"]["tokens"] for choice in reply["choices"]]
 
         first = drawn()
@@ -319,6 +320,8 @@ def test_a_seed_draws_the_same_again_and_n_draws_differ(tmp_path: Path) -> None:
         ({"unheard_of": 1}, "unheard_of"),
         ({"best_of": 3}, "best_of"),
         ({"priority": 2**70}, "priority"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
     ],
 )
 def test_a_wrong_field_is_named_streaming_or_not(server: Server, body: dict[str, Any], param: str) -> None:
@@ -392,6 +395,14 @@ def test_a_key_opens_all_but_what_shows_that_the_server_lives(model: TinyModel, 
         assert not any("K1" in line for line in locked.said)
 
 
+@pytest.mark.parametrize("variable", ["RVLLM_API_KEY", "VLLM_API_KEY"])
+def test_keys_can_come_by_the_environment(model: TinyModel, tmp_path: Path, variable: str) -> None:
+    with starting(model.folder, folder=tmp_path / "server", **{variable: "K1 K2"}) as locked:
+        assert locked.send("GET", "/version").status == 401
+        for key in ("K1", "K2"):
+            assert locked.send("GET", "/version", headers={"authorization": f"Bearer {key}"}).status == 200
+
+
 # --- Coming and going
 
 
@@ -409,6 +420,31 @@ def test_a_client_that_goes_away_frees_what_its_request_held(tmp_path: Path) -> 
             connection.close()
             until(lambda: at_rest(looping.stats()), 3.0)
         assert looping.post("/v1/completions", prompt="x", max_tokens=2).json["choices"][0]["text"] == "aa"
+
+
+def test_clients_that_leave_at_any_moment_leave_nothing(tmp_path: Path) -> None:
+    made = loop_model(tmp_path / "model", options=Options(max_positions=100_000))
+    chance = random.Random(0)
+    with serving(made.folder, folder=tmp_path / "server") as looping:
+        descriptors = Path(f"/proc/{looping.process.pid}/fd")
+        looping.post("/v1/completions", prompt="x", max_tokens=1)
+        before = len(list(descriptors.iterdir()))
+
+        def come_and_go(number: int) -> None:
+            body = json.dumps(
+                {"prompt": "x" * 40, "max_tokens": 50_000, "n": 1 + number % 3, "stream": number % 2 == 0}
+            )
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+            sent = (head + body).encode()
+            with socket.create_connection(("127.0.0.1", looping.port), LIMIT_S) as link:
+                link.sendall(sent[: chance.choice((10, len(head), len(sent) - 1, len(sent), len(sent)))])
+                time.sleep(chance.random() / 10)
+
+        with ThreadPoolExecutor(12) as pool:
+            list(pool.map(come_and_go, range(96)))
+        until(lambda: at_rest(looping.stats()), 3.0)
+        until(lambda: len(list(descriptors.iterdir())) <= before, 3.0)
+        assert len(looping.said) == 2 and looping.send("GET", "/health").status == 200
 
 
 def test_what_a_stop_string_ends_is_not_generated_on(tmp_path: Path) -> None:
