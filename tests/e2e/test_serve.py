@@ -204,6 +204,60 @@ def test_a_stop_string_ends_across_tokens_and_nothing_of_it_is_shown(server: Ser
     assert texts(held) == "abc"
 
 
+def test_stop_strings_end_alike_in_both_apis_streamed_or_not(tmp_path: Path) -> None:
+    chains = {
+        "M": (["DEF", "G", "HI", "J", "K"], "DEFGHIJ", ""),
+        "N": ([" alpha", " be", "ta gam", "ma", " delta"], "beta gamma", " alpha "),
+        "P": (["Mars", "?\n", "X"], "\n", "Mars?"),
+        "S": (["so", IM_END, "Z"], IM_END, "so"),
+    }
+    made = chain_model(tmp_path / "model", [EOS], also={end: script for end, (script, _, _) in chains.items()})
+    with serving(made.folder, folder=tmp_path / "server") as stopping:
+        for end, (_, stop, text) in chains.items():
+            raw = {"prompt": end, "stop": [stop], "max_tokens": 20}
+            said = [*USER, {"role": "assistant", "content": end}]
+            talk = {"messages": said, "stop": stop, "continue_final_message": True, "max_tokens": 20}
+            (plain,) = stopping.post("/v1/completions", **raw).json["choices"]
+            (whole,) = stopping.post("/v1/chat/completions", **talk).json["choices"]
+            pieces = [event["choices"][0] for event in stopping.post("/v1/completions", **raw, stream=True).events]
+            deltas = [
+                event["choices"][0] for event in stopping.post("/v1/chat/completions", **talk, stream=True).events
+            ]
+            found = [plain["text"], whole["message"]["content"], "".join(piece["text"] for piece in pieces)]
+            assert found == [text] * 3
+            assert "".join(delta["delta"].get("content", "") for delta in deltas) == text
+            for choice in (plain, whole, pieces[-1], deltas[-1]):
+                assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+
+
+def test_a_long_stop_string_holds_nothing_back_that_could_not_begin_it(server: Server) -> None:
+    ask = {"prompt": "Q", "stop": "<|a_very_long_stop_marker_of_40_characters|>", "max_tokens": 6, "stream": True}
+    pieces = [event["choices"][0]["text"] for event in server.post("/v1/completions", **ask).events]
+    assert pieces == list("abcdef")
+
+
+def test_every_end_of_the_generation_config_ends_and_ignore_eos_covers_all(tmp_path: Path) -> None:
+    script = ["hi", IM_END, "a", "b", "c"]
+    made = chain_model(tmp_path / "model", script, Options(eos=(EOS, IM_END)))
+    with serving(made.folder, folder=tmp_path / "server") as ending:
+
+        def ended(**more: Any) -> tuple[str, str, int]:
+            reply = ending.post("/v1/completions", prompt="x", **more).json
+            (choice,) = reply["choices"]
+            return choice["text"], choice["finish_reason"], reply["usage"]["completion_tokens"]
+
+        assert ended(max_tokens=20) == ("hi", "stop", 2)
+        assert ended(max_tokens=5, ignore_eos=True) == ("hiabc", "length", 5)
+        assert ended(max_tokens=5, ignore_eos=True, stop=["b"]) == ("hia", "stop", 4)
+
+
+def test_a_server_that_was_asked_for_ids_that_are_not_there_goes_on(server: Server) -> None:
+    for ids in ([9999999], [-1], [server.post("/tokenize", prompt="x").json["max_model_len"] * 100], [2**63]):
+        refused = chat(server, max_tokens=4, min_tokens=1, stop_token_ids=ids)
+        assert (refused.status, refused.error["param"]) == (400, "stop_token_ids")
+    assert chat(server).json["choices"][0]["message"]["content"] == f"{CHILLI} ok"
+
+
 def test_parameters_reach_the_sampler(server: Server, model: TinyModel) -> None:
     ask = {"prompt": "Q", "max_tokens": 3, "temperature": 0}
     a, b = model.id("a"), model.id("b")
@@ -304,6 +358,8 @@ def test_a_seed_draws_the_same_again_and_n_draws_differ(tmp_path: Path) -> None:
         ({"n": 10**9}, "n"),
         ({"stop": ""}, "stop"),
         ({"stop": ["a", ""]}, "stop"),
+        ({"stop": 5}, "stop"),
+        ({"stop": [1]}, "stop"),
         ({"logit_bias": {"9999999": 5}}, "logit_bias"),
         ({"logit_bias": {"abc": 5}}, "logit_bias"),
         ({"logit_bias": {"65": "x"}}, "logit_bias"),
