@@ -434,6 +434,38 @@ def test_a_very_long_prompt_is_refused_in_time(server: Server) -> None:
     assert time.monotonic() - started_s < 5
 
 
+def test_a_template_that_refuses_or_attacks_is_a_wrong_request_in_time(model: TinyModel, tmp_path: Path) -> None:
+    touched = tmp_path / "touched"
+    attacks = {
+        "globals": "{{ lipsum.__globals__['os'].popen('touch " + str(touched) + "').read() }}",
+        "cycler": "{{ cycler.__init__.__globals__.os.system('touch " + str(touched) + "') }}",
+        "class": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "append": "{{ messages.append(1) }}",
+        "loop": "{% for i in range(10**9) %}x{% endfor %}",
+        "refuse": "{{ raise_exception('System role not supported') }}",
+        "parts": "{{ raise_exception('PROBE:' ~ messages[1].content) }}",
+    }
+    cases = "".join("{% elif said == '" + name + "' %}" + text for name, text in attacks.items())
+    template = "{% set said = messages[0]['content'] %}{% if false %}" + cases + "{% else %}x{% endif %}"
+    parts = [{"type": "text", "text": "AAA"}, {"type": "text", "text": "BBB"}]
+    with serving(model.folder, "--chat-template", template, folder=tmp_path / "server") as guarded:
+        for name in attacks:
+            messages = [{"role": "user", "content": name}, {"role": "user", "content": parts}]
+            for stream in (True, False):
+                started_s = time.monotonic()
+                refused = guarded.post("/v1/chat/completions", messages=messages, stream=stream)
+                assert (refused.status, refused.error["param"]) == (400, "messages"), name
+                assert time.monotonic() - started_s < 2
+                if name == "refuse":
+                    assert "System role not supported" in refused.error["message"]
+                if name == "parts":
+                    assert "PROBE:AAA\nBBB" in refused.error["message"]
+        assert guarded.post("/v1/chat/completions", messages=USER).json["choices"][0]["message"]["content"]
+        image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+        assert "images are not supported" in guarded.post("/v1/chat/completions", messages=image).error["message"]
+    assert not touched.exists()
+
+
 # --- Keys
 
 
