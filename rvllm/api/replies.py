@@ -154,7 +154,8 @@ class CompletionReply(Reply):
     def pieces(self, choice: Choice, delta: Delta) -> Iterator[Json]:
         first = choice.index not in self.begun
         self.begun.add(choice.index)
-        if first or delta.text or delta.logprobs or delta.finish_reason is not None:
+        told = delta.text or delta.logprobs or delta.finish_reason is not None
+        if told or (first and self.echo):
             piece = self._piece(choice, delta.text, delta.token_ids, delta.logprobs, first=first)
             yield piece | {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
 

@@ -112,6 +112,8 @@ class Api:
         body.check()
         top = _top_logprobs(served, body)
         tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        if (body.max_completion_tokens or 0) < 0:
+            raise BadRequest(f"max_completion_tokens is {tokens}, the limit is 0", param="max_completion_tokens")
         params = body.sampling({"max_tokens": None} | dict(served.defaults), logprobs=top, max_tokens=tokens)
         terms = body.terms()
         prompt = Prompt(None, tuple(await _aside(data, lambda: chat_ids(served, body))))

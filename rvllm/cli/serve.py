@@ -14,6 +14,8 @@ from rvllm.errors import StartError
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(ServerConfig)}
 
+KEY_VARIABLES = ["RVLLM_API_KEY", "VLLM_API_KEY"]
+
 
 @click.command()
 @click.argument("model_argument", metavar="[MODEL]", required=False)
@@ -30,7 +32,9 @@ DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Server
     "--api-key",
     multiple=True,
     metavar="KEY",
-    help="Answer only requests that bring this key, but for /health and /ping; may be repeated.",
+    envvar=KEY_VARIABLES,
+    help="Answer only requests that bring this key, but for /health and /ping; may be repeated.  "
+    "[default: the words of RVLLM_API_KEY or VLLM_API_KEY, which no list of processes shows]",
 )
 @click.option(
     "--served-model-name",

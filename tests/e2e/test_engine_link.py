@@ -18,11 +18,12 @@ from rvllm import LLM, SamplingParams
 from rvllm.config import EngineConfig
 from rvllm.engine.request import Request, TokenEvent
 from rvllm.errors import BadRequest, EngineDied, PromptTooLong
-from rvllm.link.client import AsyncEngineClient, EngineClient, Parent, link_to
+from rvllm.link.client import AsyncEngineClient, EngineClient, Parent, Stream, link_to, news
 from rvllm.link.messages import MOST_BYTES, Abort, Message, Shutdown, Submit, Tokens, frame
 from rvllm.link.process import EngineProcess
 from rvllm.link.server import IDLE_BEFORE_COLLECT_S
 from tests.fixtures.engines import (
+    DEATH_S,
     MANY,
     VOCAB,
     at_rest,
@@ -319,3 +320,18 @@ def test_garbage_is_collected_when_nothing_runs_and_never_in_a_step() -> None:
             time.sleep(2 * IDLE_BEFORE_COLLECT_S)
             grown.append(resident_bytes(child.pid))
         assert grown[-1] - grown[1] < 5_000_000, grown
+
+
+def test_who_waits_for_several_streams_is_woken_by_any() -> None:
+    async def wait_for_the(place: int) -> None:
+        streams = [Stream(str(number)) for number in range(3)]
+        waiting = asyncio.create_task(news(streams))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        streams[place].put(TokenEvent(str(place), 5, None, (), None, None))
+        await asyncio.wait_for(waiting, DEATH_S)
+        await asyncio.wait_for(news(streams), DEATH_S)  # what is there already
+        assert [event.token_id for event in streams[place].take()] == [5]
+
+    for place in range(3):
+        asyncio.run(wait_for_the(place))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import time
@@ -203,6 +204,60 @@ def test_a_stop_string_ends_across_tokens_and_nothing_of_it_is_shown(server: Ser
     assert texts(held) == "abc"
 
 
+def test_stop_strings_end_alike_in_both_apis_streamed_or_not(tmp_path: Path) -> None:
+    chains = {
+        "M": (["DEF", "G", "HI", "J", "K"], "DEFGHIJ", ""),
+        "N": ([" alpha", " be", "ta gam", "ma", " delta"], "beta gamma", " alpha "),
+        "P": (["Mars", "?\n", "X"], "\n", "Mars?"),
+        "S": (["so", IM_END, "Z"], IM_END, "so"),
+    }
+    made = chain_model(tmp_path / "model", [EOS], also={end: script for end, (script, _, _) in chains.items()})
+    with serving(made.folder, folder=tmp_path / "server") as stopping:
+        for end, (_, stop, text) in chains.items():
+            raw = {"prompt": end, "stop": [stop], "max_tokens": 20}
+            said = [*USER, {"role": "assistant", "content": end}]
+            talk = {"messages": said, "stop": stop, "continue_final_message": True, "max_tokens": 20}
+            (plain,) = stopping.post("/v1/completions", **raw).json["choices"]
+            (whole,) = stopping.post("/v1/chat/completions", **talk).json["choices"]
+            pieces = [event["choices"][0] for event in stopping.post("/v1/completions", **raw, stream=True).events]
+            deltas = [
+                event["choices"][0] for event in stopping.post("/v1/chat/completions", **talk, stream=True).events
+            ]
+            found = [plain["text"], whole["message"]["content"], "".join(piece["text"] for piece in pieces)]
+            assert found == [text] * 3
+            assert "".join(delta["delta"].get("content", "") for delta in deltas) == text
+            for choice in (plain, whole, pieces[-1], deltas[-1]):
+                assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+
+
+def test_a_long_stop_string_holds_nothing_back_that_could_not_begin_it(server: Server) -> None:
+    ask = {"prompt": "Q", "stop": "<|a_very_long_stop_marker_of_40_characters|>", "max_tokens": 6, "stream": True}
+    pieces = [event["choices"][0]["text"] for event in server.post("/v1/completions", **ask).events]
+    assert pieces == list("abcdef")
+
+
+def test_every_end_of_the_generation_config_ends_and_ignore_eos_covers_all(tmp_path: Path) -> None:
+    script = ["hi", IM_END, "a", "b", "c"]
+    made = chain_model(tmp_path / "model", script, Options(eos=(EOS, IM_END)))
+    with serving(made.folder, folder=tmp_path / "server") as ending:
+
+        def ended(**more: Any) -> tuple[str, str, int]:
+            reply = ending.post("/v1/completions", prompt="x", **more).json
+            (choice,) = reply["choices"]
+            return choice["text"], choice["finish_reason"], reply["usage"]["completion_tokens"]
+
+        assert ended(max_tokens=20) == ("hi", "stop", 2)
+        assert ended(max_tokens=5, ignore_eos=True) == ("hiabc", "length", 5)
+        assert ended(max_tokens=5, ignore_eos=True, stop=["b"]) == ("hia", "stop", 4)
+
+
+def test_a_server_that_was_asked_for_ids_that_are_not_there_goes_on(server: Server) -> None:
+    for ids in ([9999999], [-1], [server.post("/tokenize", prompt="x").json["max_model_len"] * 100], [2**63]):
+        refused = chat(server, max_tokens=4, min_tokens=1, stop_token_ids=ids)
+        assert (refused.status, refused.error["param"]) == (400, "stop_token_ids")
+    assert chat(server).json["choices"][0]["message"]["content"] == f"{CHILLI} ok"
+
+
 def test_parameters_reach_the_sampler(server: Server, model: TinyModel) -> None:
     ask = {"prompt": "Q", "max_tokens": 3, "temperature": 0}
     a, b = model.id("a"), model.id("b")
@@ -276,11 +331,11 @@ def test_tokens_are_told_and_read_back(server: Server, model: TinyModel) -> None
 
 def test_a_seed_draws_the_same_again_and_n_draws_differ(tmp_path: Path) -> None:
     made = random_model(tmp_path / "model")
-    with serving(made.folder, folder=tmp_path / "server") as random:
+    with serving(made.folder, folder=tmp_path / "server") as drawing:
         ask = {"prompt": "hello", "max_tokens": 12, "ignore_eos": True, "seed": 7, "n": 2, "logprobs": 0}
 
         def drawn() -> list[Any]:
-            reply = random.post("/v1/completions", **ask).json
+            reply = drawing.post("/v1/completions", **ask).json
             return [choice["logprobs"]["tokens"] for choice in reply["choices"]]
 
         first = drawn()
@@ -303,6 +358,8 @@ def test_a_seed_draws_the_same_again_and_n_draws_differ(tmp_path: Path) -> None:
         ({"n": 10**9}, "n"),
         ({"stop": ""}, "stop"),
         ({"stop": ["a", ""]}, "stop"),
+        ({"stop": 5}, "stop"),
+        ({"stop": [1]}, "stop"),
         ({"logit_bias": {"9999999": 5}}, "logit_bias"),
         ({"logit_bias": {"abc": 5}}, "logit_bias"),
         ({"logit_bias": {"65": "x"}}, "logit_bias"),
@@ -319,6 +376,8 @@ def test_a_seed_draws_the_same_again_and_n_draws_differ(tmp_path: Path) -> None:
         ({"unheard_of": 1}, "unheard_of"),
         ({"best_of": 3}, "best_of"),
         ({"priority": 2**70}, "priority"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
     ],
 )
 def test_a_wrong_field_is_named_streaming_or_not(server: Server, body: dict[str, Any], param: str) -> None:
@@ -375,6 +434,38 @@ def test_a_very_long_prompt_is_refused_in_time(server: Server) -> None:
     assert time.monotonic() - started_s < 5
 
 
+def test_a_template_that_refuses_or_attacks_is_a_wrong_request_in_time(model: TinyModel, tmp_path: Path) -> None:
+    touched = tmp_path / "touched"
+    attacks = {
+        "globals": "{{ lipsum.__globals__['os'].popen('touch " + str(touched) + "').read() }}",
+        "cycler": "{{ cycler.__init__.__globals__.os.system('touch " + str(touched) + "') }}",
+        "class": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "append": "{{ messages.append(1) }}",
+        "loop": "{% for i in range(10**9) %}x{% endfor %}",
+        "refuse": "{{ raise_exception('System role not supported') }}",
+        "parts": "{{ raise_exception('PROBE:' ~ messages[1].content) }}",
+    }
+    cases = "".join("{% elif said == '" + name + "' %}" + text for name, text in attacks.items())
+    template = "{% set said = messages[0]['content'] %}{% if false %}" + cases + "{% else %}x{% endif %}"
+    parts = [{"type": "text", "text": "AAA"}, {"type": "text", "text": "BBB"}]
+    with serving(model.folder, "--chat-template", template, folder=tmp_path / "server") as guarded:
+        for name in attacks:
+            messages = [{"role": "user", "content": name}, {"role": "user", "content": parts}]
+            for stream in (True, False):
+                started_s = time.monotonic()
+                refused = guarded.post("/v1/chat/completions", messages=messages, stream=stream)
+                assert (refused.status, refused.error["param"]) == (400, "messages"), name
+                assert time.monotonic() - started_s < 2
+                if name == "refuse":
+                    assert "System role not supported" in refused.error["message"]
+                if name == "parts":
+                    assert "PROBE:AAA\nBBB" in refused.error["message"]
+        assert guarded.post("/v1/chat/completions", messages=USER).json["choices"][0]["message"]["content"]
+        image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+        assert "images are not supported" in guarded.post("/v1/chat/completions", messages=image).error["message"]
+    assert not touched.exists()
+
+
 # --- Keys
 
 
@@ -390,6 +481,14 @@ def test_a_key_opens_all_but_what_shows_that_the_server_lives(model: TinyModel, 
         for key in ("Bearer K1", "bearer K2"):
             assert locked.send("GET", "/v1/models", headers={"authorization": key}).status == 200
         assert not any("K1" in line for line in locked.said)
+
+
+@pytest.mark.parametrize("variable", ["RVLLM_API_KEY", "VLLM_API_KEY"])
+def test_keys_can_come_by_the_environment(model: TinyModel, tmp_path: Path, variable: str) -> None:
+    with starting(model.folder, folder=tmp_path / "server", **{variable: "K1 K2"}) as locked:
+        assert locked.send("GET", "/version").status == 401
+        for key in ("K1", "K2"):
+            assert locked.send("GET", "/version", headers={"authorization": f"Bearer {key}"}).status == 200
 
 
 # --- Coming and going
@@ -409,6 +508,31 @@ def test_a_client_that_goes_away_frees_what_its_request_held(tmp_path: Path) -> 
             connection.close()
             until(lambda: at_rest(looping.stats()), 3.0)
         assert looping.post("/v1/completions", prompt="x", max_tokens=2).json["choices"][0]["text"] == "aa"
+
+
+def test_clients_that_leave_at_any_moment_leave_nothing(tmp_path: Path) -> None:
+    made = loop_model(tmp_path / "model", options=Options(max_positions=100_000))
+    chance = random.Random(0)
+    with serving(made.folder, folder=tmp_path / "server") as looping:
+        descriptors = Path(f"/proc/{looping.process.pid}/fd")
+        looping.post("/v1/completions", prompt="x", max_tokens=1)
+        before = len(list(descriptors.iterdir()))
+
+        def come_and_go(number: int) -> None:
+            body = json.dumps(
+                {"prompt": "x" * 40, "max_tokens": 50_000, "n": 1 + number % 3, "stream": number % 2 == 0}
+            )
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+            sent = (head + body).encode()
+            with socket.create_connection(("127.0.0.1", looping.port), LIMIT_S) as link:
+                link.sendall(sent[: chance.choice((10, len(head), len(sent) - 1, len(sent), len(sent)))])
+                time.sleep(chance.random() / 10)
+
+        with ThreadPoolExecutor(12) as pool:
+            list(pool.map(come_and_go, range(96)))
+        until(lambda: at_rest(looping.stats()), 3.0)
+        until(lambda: len(list(descriptors.iterdir())) <= before, 3.0)
+        assert len(looping.said) == 2 and looping.send("GET", "/health").status == 200
 
 
 def test_what_a_stop_string_ends_is_not_generated_on(tmp_path: Path) -> None:
@@ -528,9 +652,9 @@ def test_a_refused_start_is_told_in_a_few_lines(model: TinyModel, tmp_path: Path
 
 def test_an_interrupt_while_it_loads_ends_in_one_word(model: TinyModel, tmp_path: Path) -> None:
     with starting(model.folder, folder=tmp_path / "server") as loading:
-        loading.told("listening")
+        early = loading.send("GET", "/health").status == 503  # else the machine was quicker than we
         loading.process.send_signal(signal.SIGINT)
-        assert loading.ended() in (0, 130)  # 0: it was ready already
+        assert loading.ended() == (130 if early else 0)
         assert not any("Traceback" in line for line in loading.said)
     assert not list((tmp_path / "server").iterdir())
 
