@@ -269,11 +269,13 @@ sampling_options = chain(
 )
 """Options that become SamplingParams' fields. The model's generation_config.json stands for those not given."""
 
-talk_options = chain(
-    click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but errors."),
-    click.option("-v", "--verbose", is_flag=True, help="Say what was decided, too."),
-    debug_option,
-)
+_verbose_option = click.option("-v", "--verbose", is_flag=True, help="Say what was decided, too.")
+_QUIET: dict[str, Any] = {"is_flag": True, "help": "Nothing on stderr but errors."}
+
+talk_options = chain(click.option("-q", "--quiet", **_QUIET), _verbose_option, debug_option)
+
+long_talk_options = chain(click.option("--quiet", **_QUIET), _verbose_option, debug_option)
+"""Without -q, which is vLLM's --quantization where a command stands in for `vllm serve`."""
 
 system_option = click.option("--system", metavar="TEXT", help="A system message before the conversation.")
 

@@ -7,8 +7,11 @@ from typing import Any
 
 import click
 
-from rvllm.cli.options import model_settings, setting, talk_options
+from rvllm.cli.options import long_talk_options, model_settings, setting
 from rvllm.cli.talk import Talk
+from rvllm.cli.vllm.command import VllmCommand
+from rvllm.cli.vllm.engine_flags import ENGINE
+from rvllm.cli.vllm.server_flags import SERVER
 from rvllm.config import ServerConfig
 from rvllm.errors import StartError
 
@@ -17,7 +20,7 @@ DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Server
 KEY_VARIABLES = ["RVLLM_API_KEY", "VLLM_API_KEY"]
 
 
-@click.command()
+@click.command(cls=VllmCommand, flags=(*ENGINE, *SERVER))
 @click.argument("model_argument", metavar="[MODEL]", required=False)
 @click.option("--host", default=DEFAULTS["host"], show_default=True, help="Where to listen.")
 @click.option(
@@ -49,10 +52,9 @@ KEY_VARIABLES = ["RVLLM_API_KEY", "VLLM_API_KEY"]
     type=click.IntRange(min=0),
     help="Seconds that requests may go on after SIGTERM or Ctrl-C.",
 )
-@setting("max_logprobs", type=click.IntRange(min=0), show_default=True, help="Most that a request may ask for.")
 @setting("seed", type=int, help="Of requests that bring none.  [default: from the system]")
 @model_settings
-@talk_options
+@long_talk_options
 def serve(model_argument: str | None, quiet: bool, verbose: bool, **options: Any) -> None:
     """Serve MODEL to OpenAI's clients, until SIGTERM or Ctrl-C; a second one ends at once.
 
