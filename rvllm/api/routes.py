@@ -117,7 +117,11 @@ class Api:
         params = body.sampling({"max_tokens": None} | dict(served.defaults), logprobs=top, max_tokens=tokens)
         terms = body.terms()
         prompt = Prompt(None, tuple(await _aside(data, lambda: chat_ids(served, body))))
-        generation = self._front.generation(_cut(served, body, [prompt]), params, terms)
+        try:
+            generation = self._front.generation(_cut(served, body, [prompt]), params, terms)
+        except BadRequest as cause:
+            cause.param = "messages" if cause.param == "prompt" else cause.param
+            raise
         reply = ChatReply(generation, name, served.texts, top, _options(body))
         await while_connected(exchange, _answer(exchange, reply, bool(body.stream)))
 

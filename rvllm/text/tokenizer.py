@@ -22,6 +22,7 @@ from rvllm.text.hf_tokenizer import DEFAULT_TEMPLATE, TemplateText, TokenizerPar
 from rvllm.text.messages import Message, check_tools, json_escape, map_strings, normalise, unused_character
 
 _TOOL_TEMPLATE = "tool_use"
+_LONG = 4096  # characters
 
 
 class Tokenizer:
@@ -166,6 +167,9 @@ class Tokenizer:
 
     def _encoding(self, backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         try:
+            if len(text) > _LONG:
+                # Only the call for several texts lets other threads run meanwhile: a megabyte takes a second.
+                return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
             return backend.encode(text, add_special_tokens=add_special_tokens)
         except TypeError:
             half = re.search("[\ud800-\udfff]", text)

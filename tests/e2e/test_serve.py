@@ -466,6 +466,21 @@ def test_a_template_that_refuses_or_attacks_is_a_wrong_request_in_time(model: Ti
     assert not touched.exists()
 
 
+def test_a_long_chat_is_refused_and_holds_up_nobody(server: Server) -> None:
+    long = [{"role": "user", "content": "hello, how are you? " * 100_000}]
+    with ThreadPoolExecutor(1) as pool:
+        refused = pool.submit(server.post, "/v1/chat/completions", messages=long)
+        waited_s = []
+        while not refused.done():
+            started_s = time.monotonic()
+            assert server.send("GET", "/health").status == 200
+            waited_s.append(time.monotonic() - started_s)
+            time.sleep(0.02)
+    answer = refused.result()
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "context_length_exceeded", "messages")
+    assert max(waited_s) < 1
+
+
 # --- Keys
 
 

@@ -79,3 +79,9 @@ def test_help_of_benchmark_loads_nothing_heavy() -> None:
 def test_the_driver_module_loads_no_binding() -> None:
     modules = modules_after("import rvllm.backend.cuda.driver")
     assert not {name for name in modules if name.partition(".")[0] == "cuda"}
+
+
+def test_help_of_serve_loads_nothing_heavy() -> None:
+    modules = modules_after("import rvllm.cli.serve")
+    assert not {name for name in modules if name.startswith(("rvllm.api", "rvllm.engine", "uvicorn"))}
+    assert not heavy(modules)

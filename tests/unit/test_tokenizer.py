@@ -443,3 +443,15 @@ def test_messages_nested_without_end_are_refused(tmp_path: Path) -> None:
         nested = [nested]
     with pytest.raises(BadRequest):
         load(tmp_path).apply_chat_template([{"role": "user", "content": "x", "extra": nested}])
+
+
+@pytest.mark.parametrize("kind", ["bytelevel", "spm"])
+@pytest.mark.parametrize("special", [False, True])
+def test_a_long_text_has_the_ids_that_the_library_gives_it(kind: str, special: bool, tmp_path: Path) -> None:
+    tiny = tiny_tokenizer(kind, ("Hello",), add_bos=True)
+    (tmp_path / "tokenizer.json").write_text(tiny.json, encoding="utf-8")
+    text = "Hello, \N{HOT PEPPER} how are you? " * 500
+    ids = Tokenizer.from_pretrained(str(tmp_path)).encode(text, add_special_tokens=special)
+    assert ids == tiny.load().encode(text, add_special_tokens=special).ids
+    with pytest.raises(BadRequest, match="half of a surrogate pair"):
+        Tokenizer.from_pretrained(str(tmp_path)).encode(text + "\ud800")
