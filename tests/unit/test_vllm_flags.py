@@ -195,7 +195,7 @@ def test_a_file_stands_behind_the_command_line(tmp_path: Path) -> None:
         ("config: x", "there is no option 'config'"),
         ("enforce-eager: 1", "enforce-eager is 1, it is a switch: true or false"),
         ("max-model-len: many", "'many' is not a number"),
-        ("max-model-len: 0123", "c.yaml, line 1: 0123 is not what it looks like"),
+        ("max-model-len: [1", "c.yaml, line 1: expected ',' or ']'"),
         ("model: M\nmodel: N", "c.yaml, line 2: 'model' is there twice"),
     ],
 )

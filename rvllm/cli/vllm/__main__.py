@@ -43,8 +43,8 @@ speculative-config:
   num_speculative_tokens: 7
 ```
 
-Read are scalars, lists and mappings, in blocks or in brackets on one line. The rest of YAML (anchors, tags, texts of
-several lines) is refused with its line, and so are words that YAML takes for other numbers than they seem: `0123`.
+It is read as PyYAML's safe loader does, but for dates, which stay text; a name that stands twice is refused with its
+line.
 """
 
 
