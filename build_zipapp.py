@@ -74,7 +74,7 @@ UNUSED = (
     *("*.pyi", "*.pyx", "*.pxd", "*.pxi", "*.in", "*.c", "*.h", "*.a", "*/tests/*", "*.dist-info/*", "*/py.typed"),
     *("numpy/_core/include/*", "numpy/_core/lib/*", "numpy/_core/_simd.*", "numpy/_core/_*_tests.*"),
     *("numpy/_pyinstaller/*", "numpy/distutils/*", "numpy/f2py/*", "numpy/random/lib/*", "numpy/random/_examples/*"),
-    *("_cuda_bindings_redirector.*", "tokenizers/tools/*"),
+    *("_cuda_bindings_redirector.*", "tokenizers/tools/*", "_yaml/*"),
 )
 # Of cuda-bindings the driver layer is all we use; the rest (nvml, runtime, nvrtc, ...) is 27 of its 34 MB.
 USED_OF_CUDA = (
