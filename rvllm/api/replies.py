@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ Json = dict[str, Any]
 
 
 @dataclass(slots=True)
-class Reply:
+class Reply(ABC):
     """What both kinds share.
 
     top: how many likeliest tokens are told of each; None: no log-probabilities.
@@ -38,11 +39,13 @@ class Reply:
     OBJECT = ""
     CHUNK = ""
 
+    @abstractmethod
     def choice(self, choice: Choice) -> Json:
-        raise NotImplementedError
+        """A completion in a whole reply."""
 
+    @abstractmethod
     def pieces(self, choice: Choice, delta: Delta) -> Iterator[Json]:
-        raise NotImplementedError
+        """What came of a completion, for a chunk each."""
 
     def whole(self) -> Json:
         """The reply once all has come."""
