@@ -47,7 +47,7 @@ struct FmaMethod {
       to.largest[at + row] = state.largest[row];
       to.sum[at + row] = state.sum[row];
       UNROLL
-      for (int i = 0; i < state.DIMENSIONS; ++i) to.out[(at + row) * WIDTH + state.dimension(i)] = state.out[row][i];
+      for (int i = 0; i < state.DIMENSIONS; ++i) to.row(at + row)[state.dimension(i)] = state.out[row][i];
     }
   }
 };
@@ -56,7 +56,6 @@ struct FmaMethod {
 template <int WIDTH, typename X, typename C = X>
 struct MmaMethod {
   using Rows = MmaRows<WIDTH, X, C>;
-  using Found = WarpSoftmax<Rows::BLOCKS>;
   enum : bool { TAKES_WHOLE = Rows::FITS };
 
   Rows state;
@@ -71,44 +70,56 @@ struct MmaMethod {
 
   DEVICE void take(const X* q, int rows, int head_dim, X* put) { state.take(q, rows, head_dim, put); }
 
-  DEVICE Found share_of(const Pages<C>& pages, int first, int end, int share, float scale) {
+  DEVICE void share_of(const Pages<C>& pages, int first, int end, int share, float scale) {
     state.clear();
     state.tiles(pages, first_tile(first, share), WARPS * KEY_TILE, first, end, scale);
-    return Found(state);
   }
 
   DEVICE void split(const Pages<C>& pages, int first, int end, float scale, const Partials<WIDTH>& to) {
-    leave(share_of(pages, first, end, warp_index(), scale), to);
+    share_of(pages, first, end, warp_index(), scale);
+    leave(to, false);
   }
 
   // A split by this warp alone, with the bits that all warps and merge_warps give it.
   DEVICE void whole(const Pages<C>& pages, int first, int end, float scale, const Partials<WIDTH>& to) {
-    Found all = share_of(pages, first, end, 0, scale);
-    load_ahead(pages, first, end, 1, end + KEY_TILE);
     NO_UNROLL
-    for (int share = 1; share < WARPS; ++share) {
-      const Found next = share_of(pages, first, end, share, scale);
+    for (int share = 0; share < WARPS; ++share) {
+      share_of(pages, first, end, share, scale);
       if (share + 1 < WARPS) load_ahead(pages, first, end, share + 1, end + KEY_TILE);
-      all.merge(next);
+      leave(to, share > 0);
     }
-    leave(all, to);
   }
 
-  static DEVICE void leave(const Found& found, const Partials<WIDTH>& to) {
+  // What was found becomes the warp's part of `to`, or goes behind what is there as `merged` does it.
+  DEVICE void leave(const Partials<WIDTH>& to, bool behind) const {
     const int g = Rows::g(), t = Rows::t(), row = warp_index() * ROWS;
-    to.largest[row + g] = found.largest;
-    to.sum[row + g] = found.sum;
-    UNROLL
-    for (int block = 0; block < Rows::BLOCKS; ++block) {
+    float largest = state.largest, sum = state.whole_sum(), old[2] = {}, fresh[2] = {};  // of queries 2 t and 2 t + 1
+    if (behind) {
+      const float before = to.largest[row + g], highest = larger(before, largest), base = base_of(highest);
+      const float of_before = power_of_two(before - base), of_found = power_of_two(largest - base);
+      largest = highest;
+      sum = to.sum[row + g] * of_before + sum * of_found;
       UNROLL
       for (int odd = 0; odd < 2; ++odd) {
-        float* out = to.out + (row + 2 * t + odd) * WIDTH + 64 * block + 8 * g;
-        UNROLL
-        for (int i = 0; i < 4; ++i) {
-          out[2 * i] = found.out[block][i][odd];
-          out[2 * i + 1] = found.out[block][i][2 + odd];
-        }
+        old[odd] = shuffle(of_before, 8 * t + 4 * odd);
+        fresh[odd] = shuffle(of_found, 8 * t + 4 * odd);
       }
+    }
+    sync_warp();  // four lanes have read what each of them writes
+    to.largest[row + g] = largest;
+    to.sum[row + g] = sum;
+    UNROLL
+    for (int i = 0; i < 4 * Rows::BLOCKS; ++i) {  // of a query, four dimensions
+      const int block = i / 4, odd = i / 2 % 2, pair = i % 2 * 2;
+      const float (&found)[4][4] = state.out[block];
+      float* out = to.row(row + 2 * t + odd) + 64 * block + 8 * g + 2 * pair;
+      Pack<float, 4> own = {{found[pair][odd], found[pair][2 + odd], found[pair + 1][odd], found[pair + 1][2 + odd]}};
+      if (behind) {
+        const Pack<float, 4> before = load<4>(out);
+        UNROLL
+        for (int j = 0; j < 4; ++j) own.at[j] = before.at[j] * old[odd] + own.at[j] * fresh[odd];
+      }
+      store(out, own);
     }
   }
 };
@@ -227,7 +238,7 @@ template <typename Method, int WIDTH, typename X, typename C>
 DEVICE void attention_decode(const X* q, const C* cache, const int* block_tables, const int* work, X* out,
                              const DecodeArguments& given) {
   SHARED_ARRAY(X, queries, ROWS * WIDTH);
-  SHARED_ARRAY(float, warps_out, WARPS * ROWS * WIDTH);
+  SHARED_ARRAY(float, warps_out, WARPS * ROWS * Partials<WIDTH>::STRIDE);
   SHARED_ARRAY(float, warps_states, 2 * WARPS * ROWS);
   SHARED_ARRAY(float, total, ROWS* WIDTH);
   SHARED_ARRAY(float, states, 2 * ROWS * 2);

@@ -13,8 +13,8 @@
 
 #include "attention.cuh"
 
-DEVICE uint32 lower_halves(uint32 first, uint32 second) { return (first & 0xffffu) | second << 16; }
-DEVICE uint32 upper_halves(uint32 first, uint32 second) { return first >> 16 | (second & 0xffff0000u); }
+DEVICE uint32 lower_halves(uint32 first, uint32 second) { return chosen_bytes(first, second, 0x5410); }
+DEVICE uint32 upper_halves(uint32 first, uint32 second) { return chosen_bytes(first, second, 0x7632); }
 
 // Eight elements of a cache, as loaded.
 template <typename C>
@@ -131,11 +131,26 @@ struct MmaRows {
     }
   }
 
-  // Beyond head_dim, real elements: the query is zero there.
+  // Whether the tile's rows are all there and as wide as they may be: then a lane's places are one address and constants.
+  static DEVICE bool is_plain(const Pages<C>& pages, int lowest, int highest) {
+    return lowest == 0 && highest == KEY_TILE - 1 && pages.head_dim == WIDTH;
+  }
+
   static DEVICE void load_keys(const Pages<C>& pages, int64 row, int lowest, int highest, Keys& keys) {
-    const int head_dim = pages.head_dim;
-    const C *tile = pages.cache + row * head_dim, *rows[2];
+    const C* tile = pages.cache + row * pages.head_dim;
     keys.scales.load(pages, row, lowest, highest);
+    if (is_plain(pages, lowest, highest)) {
+      const C* own = tile + g() * WIDTH + 8 * t();
+      UNROLL
+      for (int i = 0; i < 2 * STEPS; ++i) keys.part[i / 2][i % 2].load(own + i % 2 * 8 * WIDTH + i / 2 * 32);
+    } else {
+      load_edge_keys(tile, pages.head_dim, lowest, highest, keys);
+    }
+  }
+
+  // Beyond head_dim, real elements: the query is zero there.
+  static DEVICE void load_edge_keys(const C* tile, int head_dim, int lowest, int highest, Keys& keys) {
+    const C* rows[2];
     UNROLL
     for (int half = 0; half < 2; ++half) {
       rows[half] = tile + larger_int(lowest, smaller_int(8 * half + g(), highest)) * head_dim;
@@ -148,11 +163,24 @@ struct MmaRows {
     }
   }
 
-  // Beyond head_dim, real elements: nobody stores that part of the result.
   static DEVICE void load_values(const Pages<C>& pages, int64 row, int lowest, int highest, Values& values) {
-    const int head_dim = pages.head_dim;
-    const C *tile = pages.cache + (pages.to_values + row) * head_dim, *rows[4];
+    const C* tile = pages.cache + (pages.to_values + row) * pages.head_dim;
     values.scales.load(pages, pages.to_values + row, lowest, highest);
+    if (is_plain(pages, lowest, highest)) {
+      const C* own = tile + 2 * t() * WIDTH + 8 * g();
+      UNROLL
+      for (int i = 0; i < 4 * BLOCKS; ++i) {
+        const int key = i % 2 + i % 4 / 2 * 8;
+        values.part[i / 4][i % 4].load(own + key * WIDTH + i / 4 * 64);
+      }
+    } else {
+      load_edge_values(tile, pages.head_dim, lowest, highest, values);
+    }
+  }
+
+  // Beyond head_dim, real elements: nobody stores that part of the result.
+  static DEVICE void load_edge_values(const C* tile, int head_dim, int lowest, int highest, Values& values) {
+    const C* rows[4];
     UNROLL
     for (int i = 0; i < 4; ++i) {
       const int key = 2 * t() + i % 2 + i / 2 * 8;
@@ -211,6 +239,7 @@ struct MmaRows {
     for (int i = 0; i < 4; ++i) scaled[i] = of_values.times(scaled[i], i);
     weights[0] = rounded_pair<M>(scaled[0], scaled[1]);
     weights[1] = rounded_pair<M>(scaled[2], scaled[3]);
+    if (lanes_where(old != 1.0f) == 0) return;                                  // as it mostly is after a few tiles
     const float even = shuffle(old, 8 * t()), odd = shuffle(old, 8 * t() + 4);  // lanes 4 (2 t) and 4 (2 t + 1)
     UNROLL
     for (int block = 0; block < BLOCKS; ++block) {
@@ -277,40 +306,5 @@ struct MmaRows {
   DEVICE float whole_sum() const {
     const float half = sum + shuffle_xor(sum, 1);
     return half + shuffle_xor(half, 2);
-  }
-};
-
-// What a warp has found of some keys, laid out as in MmaRows, with the sum over all of them.
-template <int BLOCKS>
-struct WarpSoftmax {
-  float largest, sum;
-  float out[BLOCKS][4][4];
-
-  template <typename Rows>
-  DEVICE explicit WarpSoftmax(const Rows& rows) : largest(rows.largest), sum(rows.whole_sum()) {
-    UNROLL
-    for (int block = 0; block < BLOCKS; ++block) {
-      UNROLL
-      for (int i = 0; i < 16; ++i) out[block][i / 4][i % 4] = rows.out[block][i / 4][i % 4];
-    }
-  }
-
-  // As `merged` does it for a row and two dimensions.
-  DEVICE void merge(const WarpSoftmax& next) {
-    const float highest = larger(largest, next.largest), base = base_of(highest);
-    const float old = power_of_two(largest - base), fresh = power_of_two(next.largest - base);
-    largest = highest;
-    sum = sum * old + next.sum * fresh;
-    const int t = lane_index() % 4;
-    const float of_old[2] = {shuffle(old, 8 * t), shuffle(old, 8 * t + 4)};  // of queries 2 t and 2 t + 1
-    const float of_fresh[2] = {shuffle(fresh, 8 * t), shuffle(fresh, 8 * t + 4)};
-    UNROLL
-    for (int block = 0; block < BLOCKS; ++block) {
-      UNROLL
-      for (int i = 0; i < 16; ++i) {
-        float& own = out[block][i / 4][i % 4];
-        own = own * of_old[i % 2] + next.out[block][i / 4][i % 4] * of_fresh[i % 2];
-      }
-    }
   }
 };

@@ -28,12 +28,15 @@ DEVICE Splits splits_of(int kv_length, int window) {
 // What the warps leave of a split for the block to merge.
 template <int WIDTH>
 struct Partials {
-  float *largest, *sum;  // (WARPS, ROWS)
-  float* out;            // (WARPS, ROWS, WIDTH)
+  enum : int { STRIDE = WIDTH + 4 };  // so that rows begin in different banks
 
-  DEVICE Softmax of(int warp, int row, int dimension) const {
-    const int at = warp * ROWS + row;
-    return {largest[at], sum[at], {out[at * WIDTH + dimension], out[at * WIDTH + dimension + 1]}};
+  float *largest, *sum;  // (WARPS, ROWS)
+  float* out;            // (WARPS, ROWS, WIDTH), rows STRIDE apart
+
+  DEVICE float* row(int at) const { return out + at * STRIDE; }
+  DEVICE Softmax of(int warp, int query, int dimension) const {
+    const int at = warp * ROWS + query;
+    return {largest[at], sum[at], {row(at)[dimension], row(at)[dimension + 1]}};
   }
 };
 
