@@ -16,57 +16,57 @@
 #include "linear_wgmma.cuh"
 
 template <int TOKENS, typename X>
-DEVICE void wide_added(const X* x, const X* weight, const X* bias, const X* residual, X* out, int tokens, int rows,
-                       int depth, int whole, int parts, float* workspace, uint32* counters) {
+DEVICE void wide_added(const void* x, const void* weight, const X* bias, const X* residual, X* out, int tokens,
+                       int rows, int depth, int whole, int parts, float* workspace, uint32* counters) {
   const Plain<Added<X>> to = {{bias, residual}, out, rows};
-  gemm<TOKENS>(Operands<X>{x, weight, tokens, depth}, Cut{whole, parts}, Meeting{workspace, counters}, to);
+  gemm<TOKENS, X>(Matrices{x, weight, tokens, depth}, Cut{whole, parts}, Meeting{workspace, counters}, to);
 }
 
 KERNEL(256)
-void gemm_add_t90a_f16_n128(const half_t* x, const half_t* weight, const half_t* bias, const half_t* residual,
-                            half_t* out, int tokens, int rows, int depth, int whole, int parts, float* workspace,
-                            uint32* counters) {
-  wide_added<128>(x, weight, bias, residual, out, tokens, rows, depth, whole, parts, workspace, counters);
+void gemm_add_t90a_f16_n128(const void* x, const void* weight, const half_t* bias, const half_t* residual, half_t* out,
+                            int tokens, int rows, int depth, int whole, int parts, float* workspace, uint32* counters) {
+  wide_added<128, half_t>(x, weight, bias, residual, out, tokens, rows, depth, whole, parts, workspace, counters);
 }
 
 KERNEL(256)
-void gemm_add_t90a_f16_n256(const half_t* x, const half_t* weight, const half_t* bias, const half_t* residual,
-                            half_t* out, int tokens, int rows, int depth, int whole, int parts, float* workspace,
-                            uint32* counters) {
-  wide_added<256>(x, weight, bias, residual, out, tokens, rows, depth, whole, parts, workspace, counters);
+void gemm_add_t90a_f16_n256(const void* x, const void* weight, const half_t* bias, const half_t* residual, half_t* out,
+                            int tokens, int rows, int depth, int whole, int parts, float* workspace, uint32* counters) {
+  wide_added<256, half_t>(x, weight, bias, residual, out, tokens, rows, depth, whole, parts, workspace, counters);
 }
 
 KERNEL(256)
-void gemm_add_t90a_bf16_n128(const bfloat_t* x, const bfloat_t* weight, const bfloat_t* bias, const bfloat_t* residual,
+void gemm_add_t90a_bf16_n128(const void* x, const void* weight, const bfloat_t* bias, const bfloat_t* residual,
                              bfloat_t* out, int tokens, int rows, int depth, int whole, int parts, float* workspace,
                              uint32* counters) {
-  wide_added<128>(x, weight, bias, residual, out, tokens, rows, depth, whole, parts, workspace, counters);
+  wide_added<128, bfloat_t>(x, weight, bias, residual, out, tokens, rows, depth, whole, parts, workspace, counters);
 }
 
 KERNEL(256)
-void gemm_add_t90a_bf16_n256(const bfloat_t* x, const bfloat_t* weight, const bfloat_t* bias, const bfloat_t* residual,
+void gemm_add_t90a_bf16_n256(const void* x, const void* weight, const bfloat_t* bias, const bfloat_t* residual,
                              bfloat_t* out, int tokens, int rows, int depth, int whole, int parts, float* workspace,
                              uint32* counters) {
-  wide_added<256>(x, weight, bias, residual, out, tokens, rows, depth, whole, parts, workspace, counters);
+  wide_added<256, bfloat_t>(x, weight, bias, residual, out, tokens, rows, depth, whole, parts, workspace, counters);
 }
 
 template <typename X>
-DEVICE void in_parts_added(const X* x, const X* weight, const X* bias, const X* residual, X* out, int tokens, int rows,
-                           int depth, int splits, int whole, int parts, float* workspace, uint32* counters) {
+DEVICE void in_parts_added(const void* x, const void* weight, const X* bias, const X* residual, X* out, int tokens,
+                           int rows, int depth, int splits, int whole, int parts, float* workspace, uint32* counters) {
   const Plain<Added<X>> to = {{bias, residual}, out, rows};
-  linear_parts(Operands<X>{x, weight, tokens, depth}, splits, Cut{whole, parts}, Meeting{workspace, counters}, to);
+  linear_parts<X>(Matrices{x, weight, tokens, depth}, splits, Cut{whole, parts}, Meeting{workspace, counters}, to);
 }
 
 KERNEL(512)
-void gemm_add_t90a_f16_n64(const half_t* x, const half_t* weight, const half_t* bias, const half_t* residual,
-                           half_t* out, int tokens, int rows, int depth, int splits, int whole, int parts,
-                           float* workspace, uint32* counters) {
-  in_parts_added(x, weight, bias, residual, out, tokens, rows, depth, splits, whole, parts, workspace, counters);
+void gemm_add_t90a_f16_n64(const void* x, const void* weight, const half_t* bias, const half_t* residual, half_t* out,
+                           int tokens, int rows, int depth, int splits, int whole, int parts, float* workspace,
+                           uint32* counters) {
+  in_parts_added<half_t>(x, weight, bias, residual, out, tokens, rows, depth, splits, whole, parts, workspace,
+                         counters);
 }
 
 KERNEL(512)
-void gemm_add_t90a_bf16_n64(const bfloat_t* x, const bfloat_t* weight, const bfloat_t* bias, const bfloat_t* residual,
+void gemm_add_t90a_bf16_n64(const void* x, const void* weight, const bfloat_t* bias, const bfloat_t* residual,
                             bfloat_t* out, int tokens, int rows, int depth, int splits, int whole, int parts,
                             float* workspace, uint32* counters) {
-  in_parts_added(x, weight, bias, residual, out, tokens, rows, depth, splits, whole, parts, workspace, counters);
+  in_parts_added<bfloat_t>(x, weight, bias, residual, out, tokens, rows, depth, splits, whole, parts, workspace,
+                           counters);
 }

@@ -62,6 +62,12 @@ struct Plain {
     return slot < rows ? slot : NOWHERE;
   }
 
+  // The row of the first of P slots, those after it are in the next ones; behind the last row are others, or none.
+  template <int P>
+  DEVICE int first_row(int slot) const {
+    return slot;
+  }
+
   // N neighbouring sums of one token, and the N that are P slots on.
   template <int P, int N>
   DEVICE void finish(int token, int slot, const float (&first)[N], const float (&second)[N]) const {
@@ -104,6 +110,11 @@ struct Gated {
   DEVICE int row(int slot) const {
     const int column = slot / (2 * P) * P + slot % P;
     return column >= width ? NOWHERE : slot / P % 2 == 0 ? column : width + column;
+  }
+
+  template <int P>
+  DEVICE int first_row(int slot) const {
+    return slot / (2 * P) * P + (slot / P % 2 == 0 ? 0 : width);
   }
 
   template <int P, int N>

@@ -152,6 +152,30 @@ class Context:
         """Copy from host memory in stream order, beside the CPU's work where it is page-locked or registered."""
         check("cuMemcpyHtoDAsync", self._cuda.cuMemcpyHtoDAsync(address, source, nbytes, self._stream), EngineError)
 
+    def matrix_map(self, address: int, rows: int, columns: int, box_rows: int) -> Bytes:
+        """What `copy_box` (intrinsics.cuh) is told of a matrix (rows, columns) of 16-bit elements: (128,) uint8.
+
+        A box is 64 columns of `box_rows` rows, at most 256. `address` and a row's bytes are multiples of 16; the map is
+        for device memory, on 64 bytes. Raises DeviceError where the driver refuses.
+        """
+        cuda = self._cuda
+        one = cuda.cuuint32_t(1)
+        map_of = cuda.cuTensorMapEncodeTiled(
+            cuda.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16,
+            2,
+            address,
+            [cuda.cuuint64_t(columns), cuda.cuuint64_t(rows)],
+            [cuda.cuuint64_t(2 * columns)],
+            [cuda.cuuint32_t(64), cuda.cuuint32_t(box_rows)],
+            [one, one],
+            cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+        words = check(f"cuTensorMapEncodeTiled({rows} x {columns}, boxes of {box_rows} x 64)", map_of).opaque
+        return np.array([int(word) for word in words], dtype=np.uint64).view(np.uint8)
+
     def lock_pages(self, pages: tuple[int, int]) -> tuple[int, int] | None:
         """Page-lock (address, bytes), whole pages of a MAP_SHARED file mapping, so that the device copies from there.
 

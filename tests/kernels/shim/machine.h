@@ -10,6 +10,7 @@
 #include <cstring>
 #include <functional>
 #include <list>
+#include <map>
 #include <vector>
 
 #include "fiber.h"
@@ -57,6 +58,20 @@ struct Thread {
   std::vector<std::vector<std::function<void()>>> products;  // of the thread's warpgroup, in the same way
 };
 
+// A word on which threads wait for others and for bytes (mbarrier).
+struct Arrivals {
+  int count = 0, missing = 0;
+  int64_t bytes = 0;  // that are expected and have not come
+  uint32_t phase = 0;
+};
+
+// What the copy engine was asked for and has not yet done.
+struct Box {
+  void* word;
+  int64_t bytes;
+  std::function<void()> copy;
+};
+
 struct Barrier {
   int expected = 0;  // threads; 0: every thread of the block that has not finished
   int arrived = 0;
@@ -97,6 +112,8 @@ struct Machine {
   std::vector<std::vector<unsigned char>> late;  // what is in the late memory in the end
   bool late_is_there = false;
   Barrier all_late;
+  std::map<void*, Arrivals> arrivals;  // of this block
+  std::vector<Box> boxes;              // of this block
 };
 
 inline Machine machine;
@@ -217,6 +234,50 @@ inline const unsigned char (*meet(const char* operation, uint32_t lanes, const v
   return meeting->slots[turn];
 }
 
+// ---- Arrivals, and the copy engine: a box comes as late as it may, in any order, when nothing else can happen
+
+inline Arrivals& arrivals_at(void* word) {
+  const auto found = machine.arrivals.find(word);
+  if (found == machine.arrivals.end()) fail("an arrival at %p, where none was begun", word);
+  return found->second;
+}
+
+inline void end_phase_if_all_came(Arrivals& arrivals) {
+  if (arrivals.missing > 0 || arrivals.bytes != 0) return;
+  ++arrivals.phase;
+  arrivals.missing = arrivals.count;
+}
+
+inline void arrive_once(void* word, int64_t expected_bytes) {
+  Arrivals& arrivals = arrivals_at(word);
+  if (arrivals.missing == 0) fail("more arrivals than the word at %p counts", word);
+  arrivals.bytes += expected_bytes;
+  --arrivals.missing;
+  end_phase_if_all_came(arrivals);
+}
+
+inline void bring_box(size_t index) {
+  const Box box = machine.boxes[index];
+  machine.boxes.erase(machine.boxes.begin() + int64_t(index));
+  box.copy();
+  Arrivals& arrivals = machine.arrivals[box.word];
+  arrivals.bytes -= box.bytes;
+  end_phase_if_all_came(arrivals);
+}
+
+inline void bring_all_boxes() {
+  while (!machine.boxes.empty()) bring_box(0);
+}
+
+inline void wait_arrivals(void* word, uint32_t parity) {
+  while ((arrivals_at(word).phase & 1) == parity) {
+    current_thread().waits_for = "arrivals";
+    if (!machine.boxes.empty() && random_below(4) == 0) bring_box(random_below(uint32_t(machine.boxes.size())));
+    yield();
+  }
+  current_thread().waits_for = nullptr;
+}
+
 // ---- What the grid before writes
 
 inline void hide_late() {
@@ -317,6 +378,8 @@ inline void report_deadlock(int threads) {
 inline void start_threads(int threads) {
   machine.unfinished = threads;
   machine.all_late = Barrier();
+  machine.arrivals.clear();
+  machine.boxes.clear();
   for (Barrier& barrier : machine.barriers) barrier = Barrier();
   for (Warp& warp : machine.warps) warp = Warp();
   memset(machine.runnable, 0, sizeof(machine.runnable));
@@ -356,6 +419,12 @@ inline void run_block() {
   start_threads(threads);
   hide_late();
   run_threads(threads);
+  if (!machine.boxes.empty() && !machine.failed) {
+    snprintf(machine.launch->message, sizeof(machine.launch->message),
+             "block (%d, %d, %d) ended before %zu boxes had come", machine.block[0], machine.block[1], machine.block[2],
+             machine.boxes.size());
+    machine.failed = true;
+  }
   if (machine.launch->late_count > 0 && !machine.late_is_there && !machine.failed) {
     snprintf(machine.launch->message, sizeof(machine.launch->message),
              "block (%d, %d, %d) ended before the grid before it", machine.block[0], machine.block[1],

@@ -65,6 +65,7 @@ inline void wait_for_previous_grid() {
     finish(group);
     group.clear();
   }
+  bring_all_boxes();
   wait_for_late();
 }
 
@@ -365,10 +366,54 @@ void wgmma_wait() {
     for (const auto& product : groups.front()) product();
     groups.erase(groups.begin());
   }
+  sync_warp();  // its lanes wait together
 }
 template <int N>
 void wgmma_border(float (&)[N]) {}
-DEVICE void show_to_wgmma() {}
+
+// ---- Arrivals and boxes. What `map` points to is HostMap (tests/kernels/device.py).
+namespace shim {
+
+struct HostMap {
+  const unsigned char* matrix;
+  int64_t rows, columns;
+  int32_t box_rows;
+};
+
+inline void copy_box(unsigned char* to, const HostMap& map, int column, int row) {
+  for (int i = 0; i < map.box_rows; ++i) {
+    for (int piece = 0; piece < 8; ++piece) {
+      unsigned char* at = to + i * 128 + (piece ^ i % 8) * 16;
+      memset(at, 0, 16);
+      for (int element = 0; element < 8; ++element) {
+        const int64_t from = column + piece * 8 + element;
+        if (row + i >= map.rows || from >= map.columns) continue;
+        memcpy(at + element * 2, map.matrix + ((row + i) * map.columns + from) * 2, 2);
+      }
+    }
+  }
+}
+
+}  // namespace shim
+
+DEVICE void begin_arrivals(uint64* word, int count) {
+  shim::Arrivals& arrivals = shim::machine.arrivals[word];
+  arrivals = {};
+  arrivals.count = arrivals.missing = count;
+}
+DEVICE void show_arrivals() {}
+DEVICE void arrive_at(uint64* word) { shim::arrive_once(word, 0); }
+DEVICE void arrive_expecting(uint64* word, int bytes) { shim::arrive_once(word, bytes); }
+DEVICE void wait_arrivals(uint64* word, uint32 parity) { shim::wait_arrivals(word, parity); }
+DEVICE void copy_box(void* to, const void* map, int column, int row, uint64* word) {
+  const shim::HostMap box = *static_cast<const shim::HostMap*>(shim::aligned(map, 64));
+  if (reinterpret_cast<uintptr_t>(to) % 1024 != 0) shim::fail("a box at %p, which is not on 1024 bytes", to);
+  unsigned char* bytes = static_cast<unsigned char*>(to);
+  memset(bytes, shim::POISON, size_t(box.box_rows) * 128);
+  const auto copy = [=] { shim::copy_box(bytes, box, column, row); };
+  shim::machine.boxes.push_back({word, int64_t(box.box_rows) * 128, copy});
+  shim::arrivals_at(word);
+}
 
 enum : bool { GRIDS_OVERLAP = true };
 DEVICE void wait_for_previous_grid() { shim::wait_for_previous_grid(); }
