@@ -119,6 +119,11 @@ DEVICE void store_release(uint32* address, uint32 value) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(address)), "r"(value) : "memory");
 }
 DEVICE void fence() { __threadfence(); }
+// Until other blocks have brought the word to `least` or more, as by an acquire.
+DEVICE void wait_until(const uint32* address, uint32 least) {
+  while (load_acquire(address) < least) {
+  }
+}
 
 // T is int, uint32 or uint64: integers only, since the order of float atomics is not fixed. Each gives the old value.
 template <typename T>

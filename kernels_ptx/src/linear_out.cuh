@@ -120,9 +120,18 @@ struct Gated {
   template <int P, int N>
   DEVICE void finish(int token, int slot, const float (&first)[N], const float (&second)[N]) const {
     const int column = slot / (2 * P) * P + slot % P;
-    UNROLL
-    for (int i = 0; i < N; ++i) {
-      if (column + i < width) out[int64(token) * width + column + i] = product(first[i], second[i], column + i);
+    X* to = out + int64(token) * width + column;
+    if (width % N == 0) {  // as `column` is
+      if (column >= width) return;
+      Pack<X, N> values;
+      UNROLL
+      for (int i = 0; i < N; ++i) values.at[i] = product(first[i], second[i], column + i);
+      *reinterpret_cast<Pack<X, N>*>(to) = values;
+    } else {
+      UNROLL
+      for (int i = 0; i < N; ++i) {
+        if (column + i < width) to[i] = product(first[i], second[i], column + i);
+      }
     }
   }
 

@@ -4,7 +4,8 @@
 // the same parts and the same sixteens. Sums of such products are the same to the bit as those of mma_16816 (measured:
 // benchmarks/LOG.md), parts are added up in the same order, and so a token has the same bits among few and among many.
 //
-// A tile's parts are its block's, or shared by several, which leave each part's sums in the workspace for the last.
+// A tile's parts are its block's, or shared by several, which leave each part's sums in the workspace; then each block adds
+// up those of some tokens.
 #pragma once
 
 #include "linear_in.cuh"
@@ -21,19 +22,6 @@ struct PartTile {
   DEVICE int end_of(int part) const { return (part_of(depth, part, splits * WARPS).end + STEP - 1) / STEP; }
   DEVICE int begin_of(int part) const { return part == 0 ? 0 : end_of(part - 1); }
 
-  // This thread's sums of a part in the workspace, as they lie in its registers.
-  DEVICE float* kept(float* workspace, int part) const {
-    return workspace + (int64(part) * TOKENS * SLOTS + thread_index() * 4);
-  }
-
-  DEVICE void leave(float* workspace, int part, const Sums& sums) const {
-    float* to = kept(workspace, part);
-    UNROLL
-    for (int i = 0; i < TOKENS / 2; i += 4) {
-      store(to + i * TILE_THREADS, Pack<float, 4>{{sums[i], sums[i + 1], sums[i + 2], sums[i + 3]}});
-    }
-  }
-
   // The parts [first, last): added up, or each left in the workspace.
   template <typename Own>
   DEVICE void accumulate(Own& steps, int first, int last, float* workspace, Sums& total) const {
@@ -42,7 +30,7 @@ struct PartTile {
       Sums sums = {};
       steps.accumulate(end_of(part) - begin_of(part), sums, X());
       if (workspace != nullptr) {
-        leave(workspace, part, sums);
+        leave_sums<TOKENS>(workspace, part, sums);
       } else {
         UNROLL
         for (int i = 0; i < TOKENS / 2; ++i) total[i] = part == first ? sums[i] : total[i] + sums[i];
@@ -50,34 +38,16 @@ struct PartTile {
     }
   }
 
-  // All parts from the workspace: those of one split added up, and then the splits.
-  DEVICE void add_up(float* workspace, Sums& total) const {
+  // Sums 4 four.. of this thread from the workspace: all parts of one split added up, and then the splits.
+  DEVICE Pack<float, 4> added(float* workspace, int four) const {
+    Pack<float, 4> total = add_parts<TOKENS, WARPS>(workspace, 0, WARPS, four);
     NO_UNROLL
-    for (int split = 0; split < splits; ++split) {
+    for (int split = 1; split < splits; ++split) {
+      const Pack<float, 4> sum = add_parts<TOKENS, WARPS>(workspace, split * WARPS, WARPS, four);
       UNROLL
-      for (int four = 0; four < TOKENS / 8; ++four) {
-        const Pack<float, 4> sum =
-            sum_of<WARPS>(kept(workspace, split * WARPS) + four * 4 * TILE_THREADS, TOKENS * SLOTS);
-        UNROLL
-        for (int i = 0; i < 4; ++i) {
-          total[four * 4 + i] = split == 0 ? sum.at[i] : total[four * 4 + i] + sum.at[i];
-        }
-      }
+      for (int i = 0; i < 4; ++i) total.at[i] = total.at[i] + sum.at[i];
     }
-  }
-
-  // Four sums from each of COUNT parts, `stride` floats apart, added up in that order.
-  template <int COUNT>
-  static DEVICE Pack<float, 4> sum_of(const float* from, int stride) {
-    Pack<float, 4> parts[COUNT];
-    UNROLL
-    for (int i = 0; i < COUNT; ++i) parts[i] = load<4>(from + int64(i) * stride);
-    UNROLL
-    for (int i = 1; i < COUNT; ++i) {
-      UNROLL
-      for (int j = 0; j < 4; ++j) parts[0].at[j] += parts[i].at[j];
-    }
-    return parts[0];
+    return total;
   }
 };
 
@@ -100,9 +70,8 @@ DEVICE void linear_parts(const Matrices& in, int splits, const Cut& cut, const M
   Own steps(in, tile, memory, words, parts.begin_of(first), parts.end_of(last - 1));
   parts.accumulate(steps, first, last, workspace, sums);
   start_next_grid();
-  if (!alone) {
-    if (!arrives_last(meeting.counters + own.cut, own.parts)) return;
-    parts.add_up(workspace, sums);
-  }
-  finish_tile(out, tile, in.tokens, memory, [&](int i) { return sums[i]; });
+  const Leaving<TOKENS> leaving = {tile, reinterpret_cast<float*>(memory)};
+  if (alone) return leaving.finish(out, in.tokens, sums);
+  leaving.finish_share(out, in.tokens, own, meeting.counters + own.cut,
+                       [&](int group) { return parts.added(workspace, group); });
 }

@@ -138,24 +138,92 @@ struct Steps {
   }
 };
 
-// Stores a tile: sum(i) is a thread's own in the order of wgmma_16's d. All go through shared memory, the ring's, so that
-// a thread has eight neighbours to store.
-template <int TOKENS, typename Out, typename Sum>
-DEVICE void finish_tile(const Out& out, const Tile<TOKENS>& tile, int tokens, unsigned char* memory, const Sum& sum) {
-  // Floats from one token's sums to the next's: what a warp stores at a time is in different banks.
-  enum : int { STRIDE = SLOTS + 4 };
-  float* kept = reinterpret_cast<float*>(memory);
-  float* to = kept + lane_index() % 4 * 2 * STRIDE + warp_index() * 16 + lane_index() / 4;
-  sync_block();  // what was in the memory is read
-  UNROLL
-  for (int i = 0; i < TOKENS / 2; ++i) to[(i / 4 * 8 + i % 2) * STRIDE + i % 4 / 2 * 8] = sum(i);
-  sync_block();
-  NO_UNROLL
-  for (int item = thread_index(); item < TOKENS * (HALF / 8); item += TILE_THREADS) {
-    const int row = item / (HALF / 8), column = item % (HALF / 8) * 8;
-    if (tile.token + row >= tokens) return;
-    const Pack<float, 8> first = load<8>(kept + row * STRIDE + column);
-    const Pack<float, 8> second = load<8>(kept + row * STRIDE + HALF + column);
-    out.template finish<HALF>(tile.token + row, tile.slot + column, first.at, second.at);
+// A tile's sums on their way out, through the memory of its steps: so that a thread has eight neighbours to store.
+template <int TOKENS>
+struct Leaving {
+  enum : int { GROUPS = TOKENS / 8 };
+  enum : int {
+    STRIDE = SLOTS + 4
+  };  // floats from a token to the next: what a warp puts at a time is in different banks
+
+  const Tile<TOKENS>& tile;
+  float* kept;  // (TOKENS, STRIDE)
+
+  // This thread's sums 4 group.. in the order of wgmma_16's d, which are of tokens 8 group...
+  DEVICE void put(int group, const Pack<float, 4>& sums) const {
+    float* to = kept + (group * 8 + lane_index() % 4 * 2) * STRIDE + warp_index() * 16 + lane_index() / 4;
+    to[0] = sums.at[0];
+    to[STRIDE] = sums.at[1];
+    to[8] = sums.at[2];
+    to[STRIDE + 8] = sums.at[3];
   }
+
+  // Stores the tokens of groups [first, end).
+  template <typename Out>
+  DEVICE void finish(const Out& out, int tokens, int first, int end) const {
+    sync_block();
+    NO_UNROLL
+    for (int item = first * HALF + thread_index(); item < end * HALF; item += TILE_THREADS) {
+      const int row = item / (HALF / 8), column = item % (HALF / 8) * 8;
+      if (tile.token + row >= tokens) return;
+      const Pack<float, 8> left = load<8>(kept + row * STRIDE + column);
+      const Pack<float, 8> right = load<8>(kept + row * STRIDE + HALF + column);
+      out.template finish<HALF>(tile.token + row, tile.slot + column, left.at, right.at);
+    }
+  }
+
+  // Of a block that has a tile alone.
+  template <typename Out>
+  DEVICE void finish(const Out& out, int tokens, const float (&sums)[TOKENS / 2]) const {
+    sync_block();  // what was in the memory is read
+    UNROLL
+    for (int group = 0; group < GROUPS; ++group) {
+      put(group, {{sums[4 * group], sums[4 * group + 1], sums[4 * group + 2], sums[4 * group + 3]}});
+    }
+    finish(out, tokens, 0, GROUPS);
+  }
+
+  // Of one of the blocks that share a tile: some of its tokens, once all have left their sums. added(group): of this thread.
+  template <typename Out, typename Added>
+  DEVICE void finish_share(const Out& out, int tokens, const TilePart& own, uint32* counter, const Added& added) const {
+    const int first = GROUPS * own.part / own.parts, end = GROUPS * (own.part + 1) / own.parts;
+    meet_blocks(counter, own.parts);
+    NO_UNROLL
+    for (int group = first; group < end; ++group) put(group, added(group));
+    leave_blocks(counter, own.parts);
+    finish(out, tokens, first, end);
+  }
+};
+
+// Where a thread's sums are in the workspace, of number `index` of those that are left for a tile: by fours, four * 4 *
+// TILE_THREADS on, as they lie in its registers.
+template <int TOKENS>
+DEVICE float* left_of_thread(float* workspace, int index) {
+  return workspace + (int64(index) * TOKENS * SLOTS + thread_index() * 4);
+}
+
+template <int TOKENS>
+DEVICE void leave_sums(float* workspace, int index, const float (&sums)[TOKENS / 2]) {
+  float* to = left_of_thread<TOKENS>(workspace, index);
+  UNROLL
+  for (int i = 0; i < TOKENS / 2; i += 4) {
+    store(to + i * TILE_THREADS, Pack<float, 4>{{sums[i], sums[i + 1], sums[i + 2], sums[i + 3]}});
+  }
+}
+
+// Of `count` parts, at most MOST, from number `index` on: their sums 4 four.., added up in that order.
+template <int TOKENS, int MOST>
+DEVICE Pack<float, 4> add_parts(float* workspace, int index, int count, int four) {
+  Pack<float, 4> parts[MOST];
+  const float* from = left_of_thread<TOKENS>(workspace, index) + four * 4 * TILE_THREADS;
+  UNROLL
+  for (int i = 0; i < MOST; ++i) {
+    if (i < count) parts[i] = load<4>(from + int64(i) * TOKENS * SLOTS);
+  }
+  UNROLL
+  for (int i = 1; i < MOST; ++i) {
+    UNROLL
+    for (int j = 0; i < count && j < 4; ++j) parts[0].at[j] += parts[i].at[j];
+  }
+  return parts[0];
 }

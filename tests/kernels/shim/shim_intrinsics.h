@@ -14,7 +14,7 @@
 #define SHARED_ARRAY(type, name, count) \
   alignas(16) static type name[count];  \
   shim::poison_once(name, sizeof(type) * (count))
-#define DYNAMIC_SHARED(name) unsigned char* name = shim::machine.shared
+#define DYNAMIC_SHARED(name) unsigned char* name = shim::machine.now->shared
 DEVICE unsigned char* aligned_shared(unsigned char* memory, uint32 bytes) {
   return memory + (-reinterpret_cast<uintptr_t>(memory) & (bytes - 1));
 }
@@ -22,10 +22,10 @@ DEVICE unsigned char* aligned_shared(unsigned char* memory, uint32 bytes) {
 namespace shim {
 
 inline void poison_once(void* array, size_t bytes) {
-  for (void* met : machine.poisoned) {
-    if (met == array) return;
+  for (const Fixed& met : machine.now->poisoned) {
+    if (met.array == array) return;
   }
-  machine.poisoned.push_back(array);
+  machine.now->poisoned.push_back({array, bytes, {}});
   memset(array, POISON, bytes);
 }
 
@@ -60,7 +60,7 @@ inline void finish_copies(size_t left) {
 
 // Copies that are started before it read what is there before it.
 inline void wait_for_previous_grid() {
-  if (machine.launch->late_count == 0 || machine.late_is_there) return;
+  if (machine.launch->late_count == 0 || machine.now->late_is_there) return;
   for (std::vector<Copy>& group : current_thread().copies) {
     finish(group);
     group.clear();
@@ -71,11 +71,11 @@ inline void wait_for_previous_grid() {
 
 }  // namespace shim
 
-DEVICE int thread_index() { return shim::machine.current; }
+DEVICE int thread_index() { return shim::machine.now->current; }
 DEVICE int thread_count() { return shim::machine.launch->block; }
-DEVICE int block_x() { return shim::machine.block[0]; }
-DEVICE int block_y() { return shim::machine.block[1]; }
-DEVICE int block_z() { return shim::machine.block[2]; }
+DEVICE int block_x() { return shim::machine.now->block[0]; }
+DEVICE int block_y() { return shim::machine.now->block[1]; }
+DEVICE int block_z() { return shim::machine.now->block[2]; }
 DEVICE int grid_x() { return shim::machine.launch->grid[0]; }
 DEVICE int grid_y() { return shim::machine.launch->grid[1]; }
 DEVICE int grid_z() { return shim::machine.launch->grid[2]; }
@@ -118,6 +118,7 @@ DEVICE void store_release(uint32* address, uint32 value) {
   shim::yield();
 }
 DEVICE void fence() {}
+DEVICE void wait_until(const uint32* address, uint32 least) { shim::wait_until(address, least); }
 
 template <typename T>
 T atomic_add(T* address, T value) {
@@ -220,7 +221,7 @@ void matrix_product(float (&d)[4], const Fragments<A>& mine, const char* operati
   constexpr int K = 4 * A;
   need_whole_warp(operation);
   const auto slots = meet(operation, ALL_LANES, &mine, sizeof(mine));
-  const int lane = machine.current % LANES;
+  const int lane = machine.now->current % LANES;
   double sums[4] = {d[0], d[1], d[2], d[3]};
   for (int place = 0; place < 4; ++place) {
     const int row = lane / 4 + place / 2 * 8, column = lane % 4 * 2 + place % 2;
@@ -238,7 +239,7 @@ template <int MATRICES, bool TRANSPOSED>
 void load_matrices(uint32 (&to)[MATRICES], const void* row) {
   need_whole_warp("load_matrices");
   Words4 shown = {};  // the addresses of lanes beyond the matrices' rows are ignored
-  const int lane = machine.current % LANES;
+  const int lane = machine.now->current % LANES;
   if (lane < 8 * MATRICES) memcpy(&shown, aligned(row, 16), 16);
   const auto slots = meet(TRANSPOSED ? "load_matrices, transposed" : "load_matrices", ALL_LANES, &shown, 16);
   for (int matrix = 0; matrix < MATRICES; ++matrix) {
@@ -331,7 +332,7 @@ float element_of_matrix(uint64 matrix, int row, int k, X type) {
 
 template <int N, typename X>
 void warpgroup_product(float* d, uint64 a, uint64 b, X type) {
-  const int lane = machine.current % LANES, warp = machine.current / LANES % 4;
+  const int lane = machine.now->current % LANES, warp = machine.now->current / LANES % 4;
   float left[2][16], right[16];
   for (int half = 0; half < 2; ++half) {
     for (int k = 0; k < 16; ++k) left[half][k] = element_of_matrix(a, warp * 16 + lane / 4 + half * 8, k, type);
@@ -397,7 +398,7 @@ inline void copy_box(unsigned char* to, const HostMap& map, int column, int row)
 }  // namespace shim
 
 DEVICE void begin_arrivals(uint64* word, int count) {
-  shim::Arrivals& arrivals = shim::machine.arrivals[word];
+  shim::Arrivals& arrivals = shim::machine.now->arrivals[word];
   arrivals = {};
   arrivals.count = arrivals.missing = count;
 }
@@ -411,7 +412,7 @@ DEVICE void copy_box(void* to, const void* map, int column, int row, uint64* wor
   unsigned char* bytes = static_cast<unsigned char*>(to);
   memset(bytes, shim::POISON, size_t(box.box_rows) * 128);
   const auto copy = [=] { shim::copy_box(bytes, box, column, row); };
-  shim::machine.boxes.push_back({word, int64_t(box.box_rows) * 128, copy});
+  shim::machine.now->boxes.push_back({word, int64_t(box.box_rows) * 128, copy});
   shim::arrivals_at(word);
 }
 
