@@ -11,7 +11,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -316,18 +316,29 @@ class Context:
     def replay(self, graph: Graph) -> None:
         check("cuGraphLaunch", self._cuda.cuGraphLaunch(graph.handle, self._stream), EngineError)
 
+    def moment(self) -> Any:
+        """A point in the device's time, behind everything launched so far, for `elapsed`."""
+        event = check("cuEventCreate", self._cuda.cuEventCreate(0))
+        check("cuEventRecord", self._cuda.cuEventRecord(event, self._stream))
+        return event
+
+    def elapsed(self, first: Any, last: Any) -> float:
+        """Seconds of device time between two moments, once the last has come."""
+        check("cuEventSynchronize", self._cuda.cuEventSynchronize(last))
+        return float(check("cuEventElapsedTime", self._cuda.cuEventElapsedTime(first, last))) / 1000
+
+    def forget_moments(self, moments: Iterable[Any]) -> None:
+        for event in moments:
+            check("cuEventDestroy", self._cuda.cuEventDestroy(event))
+
     def seconds(self, work: Callable[[], None]) -> float:
         """Device time that `work`'s launches take, by events around them."""
-        cuda = self._cuda
-        first, last = (check("cuEventCreate", cuda.cuEventCreate(0)) for _ in range(2))
-        check("cuEventRecord", cuda.cuEventRecord(first, self._stream))
+        first = self.moment()
         work()
-        check("cuEventRecord", cuda.cuEventRecord(last, self._stream))
-        check("cuEventSynchronize", cuda.cuEventSynchronize(last))
-        milliseconds = check("cuEventElapsedTime", cuda.cuEventElapsedTime(first, last))
-        for event in (first, last):
-            check("cuEventDestroy", cuda.cuEventDestroy(event))
-        return float(milliseconds) / 1000
+        last = self.moment()
+        taken = self.elapsed(first, last)
+        self.forget_moments((first, last))
+        return taken
 
 
 class _Arguments:
