@@ -5,7 +5,7 @@
 Dummy weights, the engine called directly, greedy. While all sequences decode, events around every graph tell when the
 device works; the rest is idle: between steps, and within one between forward and sampler. The host's share is the CPU
 time of the engine's thread without its waiting for the device. Then one step is sent over and over with a pinned
-context, timed from end to end of two: its P50, P95 and P99. Collections of Python's garbage are counted. The last line
+context, timed by events from one's end to the next one's: P50, P95 and P99. Collections of Python's garbage are counted. The last line
 is JSON.
 """
 
@@ -42,20 +42,22 @@ class Watch:
     def __init__(self, gpu: Any) -> None:
         self._gpu = gpu
         self.moments: list[tuple[Any, Any]] = []
-        self.waited = 0.0
+        self.waited = 0.0  # CPU seconds
+        self.timing = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._gpu, name)
 
     def replay(self, graph: Any) -> None:
-        first = self._gpu.moment()
+        first = self._gpu.moment() if self.timing else None
         self._gpu.replay(graph)
-        self.moments.append((first, self._gpu.moment()))
+        if self.timing:
+            self.moments.append((first, self._gpu.moment()))
 
     def wait(self, mark: Any) -> None:
-        begun = time.thread_time(), time.perf_counter()
+        begun = time.thread_time()
         self._gpu.wait(mark)
-        self.waited += min(time.thread_time() - begun[0], time.perf_counter() - begun[1])
+        self.waited += time.thread_time() - begun
 
     def busy_and_all(self) -> tuple[float, float]:
         busy = sum(self._gpu.elapsed(*pair) for pair in self.moments)
@@ -65,7 +67,7 @@ class Watch:
 def decode(engine: Engine, workload: Workload, sequences: int, context: int, steps: int) -> dict[str, float]:
     """Idle share of the device, and the host's CPU time, over so many steps in which all sequences decode."""
     model = engine._model
-    for request in workload.requests(workload.prompts([context] * sequences), steps + 2 * SETTLED + sequences):
+    for request in workload.requests(workload.prompts([context] * sequences), 2 * (steps + SETTLED) + sequences):
         engine.add(request)
     streak = 0
     while streak < SETTLED:
@@ -78,6 +80,9 @@ def decode(engine: Engine, workload: Workload, sequences: int, context: int, ste
     for _ in range(steps):
         assert len(engine.step()) == sequences
     cpu, wall = time.thread_time() - cpu - watch.waited, time.perf_counter() - begun
+    watch.timing = True
+    for _ in range(steps):
+        assert len(engine.step()) == sequences
     for owner in owners:
         owner._device = plain
     busy, whole = watch.busy_and_all()
@@ -95,14 +100,15 @@ def pinned(engine: Engine, sequences: int, context: int, steps: int) -> dict[str
         SamplingRow(SamplingParams(temperature=0.0), seed=place, position=context, slot=place)
         for place in range(sequences)
     ]
-    ended, started = [], model.start(step, rows)
+    gpu, ended, started = model._device, [], model.start(step, rows)
     for _ in range(steps):
         following = model.start(step, rows)
+        ended.append(gpu.moment())
         model.finish(started)
-        ended.append(time.perf_counter())
         started = following
     model.finish(started)
-    times = np.diff(ended[SETTLED:])
+    times = [gpu.elapsed(*pair) for pair in zip(ended[SETTLED:], ended[SETTLED + 1 :])]
+    gpu.forget_moments(ended)
     return {f"p{share}_s": float(np.percentile(times, share)) for share in (50, 95, 99)}
 
 
@@ -115,7 +121,7 @@ def main() -> None:
     parser.add_argument("--pinned", type=int, default=2000)
     given = parser.parse_args()
     counts = [int(count) for count in given.n.split(",")]
-    length = given.context + given.steps + 2 * SETTLED + max(counts) + 1
+    length = given.context + 2 * (given.steps + SETTLED) + max(counts) + 1
     config = EngineConfig(
         model=given.shape,
         load_format="dummy",

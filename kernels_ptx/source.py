@@ -11,7 +11,7 @@ from kernels_ptx.tiers import TIERS, Tier
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"', re.MULTILINE)
 _TIERS = re.compile(r"^// tiers: (.+)$", re.MULTILINE)
 _SPILLS = re.compile(r"^// spills: at most (\d+) bytes$", re.MULTILINE)
-_ENTRY = re.compile(r"^(PAIR_)?KERNEL\((\d+)\)\s+void (\w+)\(([^)]*)\)", re.MULTILINE)
+_ENTRY = re.compile(r"^KERNEL\((\d+)\)\s+void (\w+)\(([^)]*)\)", re.MULTILINE)
 
 
 class SourceError(Exception):
@@ -20,12 +20,11 @@ class SourceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A kernel: its name, the most threads of a block, its arguments' names in order, and the blocks of a cluster."""
+    """A kernel: its name, the most threads of a block, and its arguments' names in order."""
 
     name: str
     threads: int
     arguments: tuple[str, ...]
-    cluster: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +67,8 @@ def read_source(path: Path, headers: Path) -> Source:
 def read_entries(text: str) -> tuple[Entry, ...]:
     """Every entry that a source's text defines, in order."""
     return tuple(
-        Entry(name, int(threads), tuple(re.findall(r"(\w+)\s*(?:,|$)", arguments)), 2 if pair else 1)
-        for pair, threads, name, arguments in _ENTRY.findall(text)
+        Entry(name, int(threads), tuple(re.findall(r"(\w+)\s*(?:,|$)", arguments)))
+        for threads, name, arguments in _ENTRY.findall(text)
     )
 
 

@@ -1,23 +1,23 @@
-// Many tokens times a weight on the tensor cores of Hopper: 128 slots (linear_out.cuh) and 128 or 256 tokens a tile, and two
-// neighbouring tiles a pair of blocks.
+// Many tokens times a weight on the tensor cores of Hopper: 128 slots (linear_out.cuh) and 128 or 256 tokens a tile.
 //
-// The first tiles have a block each; the last ones, which would leave most of the GPU idle, are cut into as many parts of the depth as
+// Tiles are counted with the tokens fastest, so that the blocks that share slots run at the same time. The first tiles
+// have a block each; the last ones, which would leave most of the GPU idle, are cut into as many parts of the depth as
 // there is room for. Their sums meet in the workspace, each block adds up those of some tokens, in the order of the parts:
 // the bits follow from the sizes alone.
 #pragma once
 
 #include "wgmma_tile.cuh"
 
-enum : int { MOST_PARTS = 16, PAIR = 2 };
+enum : int { MOST_PARTS = 16 };
 
 template <int TOKENS, typename X, typename Out>
 DEVICE void gemm(const Matrices& in, const Cut& cut, const Meeting& meeting, const Out& out) {
-  using Own = Steps<TOKENS, 196608 / ((SLOTS + TOKENS) * ROW_BYTES), PAIR>;
+  using Own = Steps<TOKENS, 196608 / ((SLOTS + TOKENS) * ROW_BYTES)>;
   DYNAMIC_SHARED(dynamic);
   SHARED_ARRAY(uint64, words, 2 * Own::STAGES);
   unsigned char* memory = aligned_shared(dynamic, 1024);
-  const TilePart own = TilePart::of<PAIR>(cut);
-  const auto tile = Tile<TOKENS>::template at<PAIR>(own.tile, in, out);
+  const TilePart own(cut);
+  const Tile<TOKENS> tile(in, out, own.tile);
   const int all = (in.depth + STEP - 1) / STEP;
   Own steps(in, tile, memory, words, all * own.part / own.parts, all * (own.part + 1) / own.parts);
   float sums[TOKENS / 2] = {};

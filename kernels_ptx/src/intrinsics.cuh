@@ -36,8 +36,6 @@ enum : uint32 { ALL_LANES = 0xffffffffu };
 
 // An entry for blocks of at most `threads`. The 1 stops ptxas from spilling registers to fit more blocks on an SM.
 #define KERNEL(threads) extern "C" __global__ __launch_bounds__(threads, 1)
-// The same on t90, in clusters of two blocks.
-#define PAIR_KERNEL(threads) extern "C" __global__ __cluster_dims__(2, 1, 1) __launch_bounds__(threads, 1)
 #define DEVICE __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
 #define NO_UNROLL _Pragma("unroll 1")  // loops that mostly run once: left alone, they become four times the PTX

@@ -1,4 +1,4 @@
-// More of intrinsics.cuh, for t90 and t90a: products of warpgroups, the copy engine and clusters. A host compiler takes all of
+// More of intrinsics.cuh, for t90 and t90a: products of warpgroups and the copy engine. A host compiler takes all of
 // them from shim_intrinsics.h.
 #pragma once
 
@@ -102,33 +102,6 @@ DEVICE void copy_box(void* to, const void* map, int column, int row, uint64* wor
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
           shared_address(to)),
       "l"(map), "r"(column), "r"(row), "r"(shared_address(word))
-      : "memory");
-}
-
-// ---- Clusters, t90: blocks that run at the same time. `word` and `to` are where this block has them: in another, the same
-// place is meant.
-DEVICE int cluster_rank() {
-  uint32 rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return int(rank);
-}
-// All threads of all its blocks; what they wrote before is then seen.
-DEVICE void sync_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-DEVICE void arrive_in(uint64* word, int rank) {
-  asm volatile(
-      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(shared_address(word)),
-      "r"(rank)
-      : "memory");
-}
-// To each block whose bit is set in `ranks`; the bytes arrive at each one's word.
-DEVICE void copy_box_to(uint32 ranks, void* to, const void* map, int column, int row, uint64* word) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
-      "l"(map), "r"(column), "r"(row), "r"(shared_address(word)), "h"(uint16(ranks))
       : "memory");
 }
 #endif  // __CUDACC__

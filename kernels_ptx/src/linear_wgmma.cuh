@@ -56,12 +56,12 @@ template <typename X, typename Out>
 DEVICE void linear_parts(const Matrices& in, int splits, const Cut& cut, const Meeting& meeting, const Out& out) {
   using Parts = PartTile<X>;
   enum : int { TOKENS = Parts::TOKENS, WARPS = Parts::WARPS };
-  using Own = Steps<TOKENS, 4, 1>;
+  using Own = Steps<TOKENS, 4>;
   DYNAMIC_SHARED(dynamic);
   SHARED_ARRAY(uint64, words, 2 * Own::STAGES);
   unsigned char* memory = aligned_shared(dynamic, 1024);
-  const TilePart own = TilePart::of<1>(cut);
-  const auto tile = Tile<TOKENS>::template at<1>(own.tile, in, out);
+  const TilePart own(cut);
+  const Tile<TOKENS> tile(in, out, own.tile);
   const Parts parts = {in.depth, splits};
   const int count = splits * WARPS / own.parts, first = own.part * count, last = first + count;
   const bool alone = own.parts == 1;

@@ -8,35 +8,27 @@
 
 enum : int { SLOTS = 128, HALF = SLOTS / 2, STEP = 64, ROW_BYTES = STEP * 2, TILE_THREADS = 256 };
 
-// Blocks may come in pairs, clusters whose blocks have neighbouring slots of the same tokens: each brings half of the tokens
-// to both. BLOCKS is 2 then, else 1.
-//
-// The maps of x (tokens, depth), in boxes of TOKENS / BLOCKS rows, and of the weight, in boxes of 64 rows.
+// The descriptions of x (tokens, depth), in boxes of a tile's tokens, and of the weight, in boxes of 64 rows.
 struct Matrices {
   const void *x, *weight;
   int tokens, depth;
 };
 
-// The tiles (of a pair, the two) from `whole` on are cut into `parts` parts of the depth. Tiles are counted with the tokens
-// fastest, so that blocks that share slots run at the same time.
+// The tiles from `whole` on are cut into `parts` parts of the depth. Tiles are counted with the tokens fastest, so that
+// blocks that share slots run at the same time.
 struct Cut {
   int whole, parts;
 };
 
-template <int BLOCKS>
-DEVICE int rank_of_block() {
-  return BLOCKS == 1 ? 0 : cluster_rank();
-}
-
 struct TilePart {
-  int tile, parts, part, cut;  // cut: the tile's number among those that are cut
+  int tile, parts, part, cut;  // cut: its number among those that are cut
 
-  template <int BLOCKS>
-  static DEVICE TilePart of(const Cut& cutting) {
-    const int number = block_x() / BLOCKS, over = number - cutting.whole;
-    if (over < 0) return {number, 1, 0, 0};
-    const int cut = over / cutting.parts;
-    return {cutting.whole + cut, cutting.parts, over % cutting.parts, cut * BLOCKS + rank_of_block<BLOCKS>()};
+  DEVICE TilePart(const Cut& cutting) {
+    const int over = block_x() - cutting.whole;
+    tile = over < 0 ? block_x() : cutting.whole + over / cutting.parts;
+    parts = over < 0 ? 1 : cutting.parts;
+    part = over < 0 ? 0 : over % cutting.parts;
+    cut = over / cutting.parts;
   }
 };
 
@@ -45,21 +37,22 @@ template <int TOKENS>
 struct Tile {
   int token, slot, rows[2];
 
-  template <int BLOCKS, typename Out>
-  static DEVICE Tile at(int number, const Matrices& in, const Out& out) {
+  template <typename Out>
+  DEVICE Tile(const Matrices& in, const Out& out, int number) {
     const int token_tiles = (in.tokens + TOKENS - 1) / TOKENS;
-    const int token = number % token_tiles * TOKENS;
-    const int slot = (number / token_tiles * BLOCKS + rank_of_block<BLOCKS>()) * SLOTS;
-    return {token, slot, {out.template first_row<HALF>(slot), out.template first_row<HALF>(slot + HALF)}};
+    token = number % token_tiles * TOKENS;
+    slot = number / token_tiles * SLOTS;
+    rows[0] = out.template first_row<HALF>(slot);
+    rows[1] = out.template first_row<HALF>(slot + HALF);
   }
 };
 
 // Steps [step, end) of a tile's depth, on their way through shared memory: each in a stage, rows of 128 bytes of 128 slots,
 // then of the tokens. The first thread has the copy engine bring them, one into the stage of the one STAGES before it as
-// soon as all warps have read that, a pair's all.
-template <int TOKENS, int COUNT, int BLOCKS>
+// soon as all warps have read that.
+template <int TOKENS, int COUNT>
 struct Steps {
-  enum : int { STAGES = COUNT, STAGE_BYTES = (SLOTS + TOKENS) * ROW_BYTES, SHARE = TOKENS / BLOCKS };
+  enum : int { STAGES = COUNT, STAGE_BYTES = (SLOTS + TOKENS) * ROW_BYTES };
 
   const Matrices& in;
   const Tile<TOKENS>& tile;
@@ -78,17 +71,13 @@ struct Steps {
       UNROLL
       for (int i = 0; i < STAGES; ++i) {
         begin_arrivals(filled + i, 1);
-        begin_arrivals(read + i, BLOCKS * TILE_THREADS / WARP);
+        begin_arrivals(read + i, TILE_THREADS / WARP);
       }
       show_arrivals();
       NO_UNROLL
       for (int i = 0; i < ahead; ++i) fetch_weights(i, step + i);
     }
-    if constexpr (BLOCKS > 1) {
-      sync_cluster();
-    } else {
-      sync_block();
-    }
+    sync_block();
     wait_for_previous_grid();
     NO_UNROLL
     for (int i = 0; thread_index() == 0 && i < ahead; ++i) fetch_tokens(i, step + i);
@@ -107,25 +96,13 @@ struct Steps {
     }
   }
   DEVICE void fetch_tokens(int to, int number) const {
-    unsigned char* tokens = stage_at(to) + SLOTS * ROW_BYTES;
-    if constexpr (BLOCKS == 1) {
-      copy_box(tokens, in.x, number * STEP, tile.token, filled + to);
-    } else {
-      const int first = cluster_rank() * SHARE;
-      copy_box_to((1u << BLOCKS) - 1, tokens + first * ROW_BYTES, in.x, number * STEP, tile.token + first, filled + to);
-    }
+    copy_box(stage_at(to) + SLOTS * ROW_BYTES, in.x, number * STEP, tile.token, filled + to);
   }
 
   // This warp has read step `number`, which was in stage `from`, the last time when the ring had gone round `turn` times.
-  // Where no other will follow it there, nobody waits for that; so no word of a block is touched once it has ended.
   DEVICE void has_read(int number, int from, uint32 turn) const {
-    if (number + STAGES >= end) return;
-    if constexpr (BLOCKS == 1) {
-      if (lane_index() == 0) arrive_at(read + from);
-    } else {
-      if (lane_index() < BLOCKS) arrive_in(read + from, lane_index());
-    }
-    if (thread_index() == 0) {
+    if (lane_index() == 0) arrive_at(read + from);
+    if (thread_index() == 0 && number + STAGES < end) {
       wait_arrivals(read + from, turn);
       fetch_weights(from, number + STAGES);
       fetch_tokens(from, number + STAGES);

@@ -54,7 +54,6 @@ class _Launch(ctypes.Structure):
     _fields_ = [
         ("grid", ctypes.c_int * 3),
         ("block", ctypes.c_int),
-        ("cluster", ctypes.c_int),
         ("shared_bytes", ctypes.c_int),
         ("schedule", ctypes.c_int),
         ("seed", ctypes.c_uint64),
@@ -107,9 +106,8 @@ def launch(
     late: up to 8 contiguous arrays that the grid before is still writing. They hold poison until all threads of a block
     have waited for that grid; a block that ends without is an error.
     """
-    known = next(known for known in source_of(stem).entries if known.name == entry)
-    assert 0 < block <= known.threads, f"{entry} takes blocks of up to {known.threads} threads, not {block}"
-    assert grid[0] % known.cluster == 0, f"{entry} takes clusters of {known.cluster} blocks, not a grid of {grid}"
+    most = next(known.threads for known in source_of(stem).entries if known.name == entry)
+    assert 0 < block <= most, f"{entry} takes blocks of up to {most} threads, not {block}"
     library = load(stem, tier or tiers_of(stem)[0])
     signature = getattr(library, f"signature_{entry}")
     signature.restype = ctypes.c_char_p
@@ -118,7 +116,7 @@ def launch(
     sizes = (ctypes.c_int * 3)(*grid, *(1,) * (3 - len(grid)))
     assert all(array.flags.c_contiguous for array in late)
     lates = (_Late * 8)(*(_Late(array.ctypes.data, array.nbytes) for array in late))
-    given = _Launch(sizes, block, known.cluster, shared_bytes, SCHEDULES.index(schedule), seed, b"", len(late), lates)
+    given = _Launch(sizes, block, shared_bytes, SCHEDULES.index(schedule), seed, b"", len(late), lates)
     if getattr(library, f"launch_{entry}")(ctypes.byref(given), addresses) != 0:
         raise LaunchFailed(f"{entry}, schedule {schedule!r}: {given.message.decode(errors='replace')}")
 

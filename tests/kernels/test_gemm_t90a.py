@@ -45,20 +45,16 @@ def run(
 ) -> Output:
     """What the kernel with tiles of `most` tokens gives, those from `whole` on cut into `parts`.
 
-    Of 128 or more they are counted by pairs of neighbours.
-
     With 64 tokens, `splits` is S of linear.cu.
     """
     width = layer.rows // 2 if kind == "_act_mul" else layer.rows
-    pair = 1 if most == 64 else 2
-    slots = -(-width // 64) * 128 if kind == "_act_mul" else layer.rows
-    tiles = -(-layer.tokens // most) * -(-slots // (128 * pair))  # or pairs
+    tiles = -(-layer.tokens // most) * (-(-width // 64) if kind == "_act_mul" else -(-layer.rows // 128))
     residual = with_poison(layer.residual)
     out = residual if in_place else blank(kind, layer.tokens + 3, width)
     left = 8 * splits if most == 64 else parts  # a tile's sums in the workspace
-    workspace = np.full(pair * (tiles - whole) * left * most * 128, np.nan, dtype=np.float32)
-    counters = np.zeros(pair * tiles, dtype=np.uint32)
-    x = Boxes(with_poison(layer.x), layer.tokens, max(64, most // 2))
+    workspace = np.full((tiles - whole) * left * most * 128, np.nan, dtype=np.float32)
+    counters = np.zeros(tiles, dtype=np.uint32)
+    x = Boxes(with_poison(layer.x), layer.tokens, most)
     operands = [x, Boxes(with_poison(layer.weight), layer.rows, 64), 0 if layer.bias is None else layer.bias]
     between = [residual] if kind == "_add" else []
     behind = [ACTIVATIONS.index(activation)] if kind == "_act_mul" else []
@@ -66,7 +62,7 @@ def run(
     args = [*operands, *between, out, layer.tokens, width, layer.depth, *behind, whole, parts, workspace, counters]
     stem = f"gemm{kind}_t90a"
     entry = f"{stem}_{layer.element.name}_n{most}"
-    device.run(stem, entry, (pair * (whole + (tiles - whole) * parts),), 256, args, SHARED_BYTES[most], tier="t90a")
+    device.run(stem, entry, (whole + (tiles - whole) * parts,), 256, args, SHARED_BYTES[most], tier="t90a")
     assert untouched(out[layer.tokens :])
     assert not counters.any()
     return out[: layer.tokens]

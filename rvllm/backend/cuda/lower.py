@@ -198,7 +198,7 @@ def _product(op: Linear, after: object, target: Target, begin: int, tokens: int,
 
     x, weight = address(op.x), target.address(joined_name(op.weights))
     if wide:
-        x = target.matrix_map(x, tokens, depth, max(64, _tile_tokens(tokens, target) // 2))
+        x = target.matrix_map(x, tokens, depth, _tile_tokens(tokens, target))
         weight = target.matrix_map(weight, rows, depth, WIDE_SLOTS // 2)
     inputs = [x, weight, bias]
     if isinstance(after, ActMul):
@@ -264,22 +264,20 @@ def _wide(
 ) -> Launch:
     """gemm_t90a.cu's launch: tiles that would leave most of the GPU idle in the last wave are cut along the depth.
 
-    Tiles of 64 tokens have the bits of linear, two of their blocks fit on a multiprocessor. Of larger ones, two that
-    have the same tokens go to a pair of blocks.
+    Tiles of 64 tokens have the bits of linear, two of their blocks fit on a multiprocessor.
     """
     most = _tile_tokens(tokens, target)
-    together = 1 if most == 64 else 2  # blocks of a pair, with a tile each
-    at_once = target.multiprocessors * 2 // together**2
-    tiles = _covering(tokens, most) * _covering(slots, WIDE_SLOTS * together)
+    at_once = target.multiprocessors * (2 if most == 64 else 1)
+    tiles = _covering(tokens, most) * _covering(slots, WIDE_SLOTS)
     splits = _depth_parts(rows, depth) if most == 64 else 1
     whole = 0 if splits > 1 else tiles - tiles % at_once
-    room = max(1, at_once // max(tiles - whole, 1))  # blocks, or pairs, for a tile
+    room = at_once // max(tiles - whole, 1)  # blocks for a tile
     if most == 64:
         parts = next(count for count in (8, 4, 2, 1) if count <= max(room, min(splits, 2)))
         arguments = (*arguments, splits)
     else:
-        parts = min(room, 16, _covering(depth, 128))
-    grid = (together * (whole + (tiles - whole) * parts),)
+        parts = max(1, min(room, most // 16, _covering(depth, 128 if most == 256 else 256)))
+    grid = (whole + (tiles - whole) * parts,)
     where = (whole, parts, target.workspace, target.counters)
     entry = f"{stem}_t90a_{element}_n{most}"
     return Launch(f"{stem}_t90a", entry, grid, 256, WIDE_SHARED_BYTES[most], (*arguments, *where))

@@ -11,7 +11,6 @@
 #include <functional>
 #include <list>
 #include <map>
-#include <memory>
 #include <vector>
 
 #include "fiber.h"
@@ -37,7 +36,6 @@ struct Late {
 struct Launch {
   int grid[3];
   int block;
-  int cluster;  // blocks of one
   int shared_bytes;
   int schedule;
   uint64_t seed;
@@ -56,7 +54,8 @@ struct Thread {
   Fiber fiber;
   bool finished = false;
   const char* waits_for = nullptr;                           // null: it spins
-  std::function<bool()> until;                               // it waits for what others than its block may bring
+  const uint32_t* word = nullptr;                            // it waits until other blocks have brought this
+  uint32_t least = 0;                                        // to so much
   std::vector<std::vector<Copy>> copies;                     // committed groups, and last the open one
   std::vector<std::vector<std::function<void()>>> products;  // of the thread's warpgroup, in the same way
 };
@@ -70,11 +69,9 @@ struct Arrivals {
 
 // What the copy engine was asked for and has not yet done.
 struct Box {
-  void* word;  // of each block that gets it
+  void* word;
   int64_t bytes;
-  uint32_t ranks;  // bit r: block r of the cluster gets it
-  std::function<void(unsigned char*)> copy;
-  unsigned char* to;  // where, in the block that asked
+  std::function<void()> copy;
 };
 
 struct Barrier {
@@ -105,19 +102,9 @@ struct Fixed {
   std::vector<unsigned char> kept;
 };
 
-struct Block;
-
-// Blocks that run at the same time and see each other's shared memory.
-struct Cluster {
-  std::vector<Block*> blocks;
-  int arrived = 0;  // threads
-  int64_t turn = 0;
-};
-
 // A block under way.
 struct Block {
   int block[3] = {};
-  std::shared_ptr<Cluster> cluster;
   Thread threads[MOST_THREADS];
   Warp warps[MOST_THREADS / LANES];
   Barrier barriers[BARRIERS];
@@ -265,14 +252,15 @@ inline const unsigned char (*meet(const char* operation, uint32_t lanes, const v
 
 // ---- Other blocks
 
-// Until `holds`, which other blocks or the copy engine bring about.
-inline void wait_for(const char* what, std::function<bool()> holds) {
-  if (holds()) return;
+inline void wait_until(const uint32_t* word, uint32_t least) {
   Thread& self = current_thread();
-  self.until = std::move(holds);
-  self.waits_for = what;
-  machine.now->runnable[machine.now->current / LANES] &= ~(1u << machine.now->current % LANES);
-  back_to_scheduler();
+  while (*word < least) {
+    self.word = word;
+    self.least = least;
+    self.waits_for = "other blocks";
+    machine.now->runnable[machine.now->current / LANES] &= ~(1u << machine.now->current % LANES);
+    back_to_scheduler();
+  }
   self.waits_for = nullptr;
 }
 
@@ -281,8 +269,8 @@ inline bool wake(Block& block) {
   bool any = false;
   for (int thread = 0; thread < machine.launch->block; ++thread) {
     Thread& waiting = block.threads[thread];
-    if (!waiting.until || !waiting.until()) continue;
-    waiting.until = nullptr;
+    if (waiting.word == nullptr || *waiting.word < waiting.least) continue;
+    waiting.word = nullptr;
     block.runnable[thread / LANES] |= 1u << thread % LANES;
     any = true;
   }
@@ -291,27 +279,16 @@ inline bool wake(Block& block) {
 
 inline bool waits_for_blocks(const Block& block) {
   for (const Thread& thread : block.threads) {
-    if (thread.until) return true;
+    if (thread.word != nullptr) return true;
   }
   return false;
 }
 
-// The blocks of a cluster meet.
-inline void sync_cluster() {
-  Cluster& cluster = *machine.now->cluster;
-  const int64_t turn = cluster.turn;
-  if (++cluster.arrived == int(cluster.blocks.size()) * machine.launch->block) {
-    cluster.arrived = 0;
-    ++cluster.turn;
-  }
-  wait_for("its cluster", [&cluster, turn] { return cluster.turn != turn; });
-}
-
 // ---- Arrivals, and the copy engine: a box comes as late as it may, in any order, when nothing else can happen
 
-inline Arrivals& arrivals_at(Block& block, void* word) {
-  const auto found = block.arrivals.find(word);
-  if (found == block.arrivals.end()) fail("an arrival at %p, where none was begun", word);
+inline Arrivals& arrivals_at(void* word) {
+  const auto found = machine.now->arrivals.find(word);
+  if (found == machine.now->arrivals.end()) fail("an arrival at %p, where none was begun", word);
   return found->second;
 }
 
@@ -321,31 +298,21 @@ inline void end_phase_if_all_came(Arrivals& arrivals) {
   arrivals.missing = arrivals.count;
 }
 
-inline void arrive_once(Block& block, void* word, int64_t expected_bytes) {
-  Arrivals& arrivals = arrivals_at(block, word);
+inline void arrive_once(void* word, int64_t expected_bytes) {
+  Arrivals& arrivals = arrivals_at(word);
   if (arrivals.missing == 0) fail("more arrivals than the word at %p counts", word);
   arrivals.bytes += expected_bytes;
   --arrivals.missing;
   end_phase_if_all_came(arrivals);
 }
 
-// Shared memory of a block of the cluster, where the current one has `address`.
-inline unsigned char* in_block(const Block& block, unsigned char* address) {
-  return block.shared + (address - machine.now->shared);
-}
-
-// The copy engine does one thing of what the current block has asked it for.
 inline void bring_box(size_t index) {
   const Box box = machine.now->boxes[index];
   machine.now->boxes.erase(machine.now->boxes.begin() + int64_t(index));
-  for (size_t rank = 0; rank < machine.now->cluster->blocks.size(); ++rank) {
-    if (!(box.ranks >> rank & 1)) continue;
-    Block& block = *machine.now->cluster->blocks[rank];
-    box.copy(in_block(block, box.to));
-    Arrivals& arrivals = block.arrivals[box.word];
-    arrivals.bytes -= box.bytes;
-    end_phase_if_all_came(arrivals);
-  }
+  box.copy();
+  Arrivals& arrivals = machine.now->arrivals[box.word];
+  arrivals.bytes -= box.bytes;
+  end_phase_if_all_came(arrivals);
 }
 
 inline void bring_all_boxes() {
@@ -353,8 +320,13 @@ inline void bring_all_boxes() {
 }
 
 inline void wait_arrivals(void* word, uint32_t parity) {
-  Arrivals& arrivals = arrivals_at(*machine.now, word);
-  wait_for("arrivals", [&arrivals, parity] { return (arrivals.phase & 1) != parity; });
+  while ((arrivals_at(word).phase & 1) == parity) {
+    current_thread().waits_for = "arrivals";
+    if (!machine.now->boxes.empty() && random_below(4) == 0)
+      bring_box(random_below(uint32_t(machine.now->boxes.size())));
+    yield();
+  }
+  current_thread().waits_for = nullptr;
 }
 
 // ---- What the grid before writes
@@ -467,7 +439,7 @@ inline void start_threads(int threads) {
   for (int thread = 0; thread < threads; ++thread) {
     machine.now->threads[thread].finished = false;
     machine.now->threads[thread].waits_for = nullptr;
-    machine.now->threads[thread].until = nullptr;
+    machine.now->threads[thread].word = nullptr;
     machine.now->threads[thread].copies.assign(1, {});
     machine.now->threads[thread].products.assign(1, {});
     machine.now->threads[thread].fiber.prepare(thread_main);
@@ -481,10 +453,6 @@ inline void run_threads(int threads) {
   for (int turn = 0; machine.now->unfinished > 0 && !machine.failed; ++turn) {
     const int thread = pick(last, threads);
     if (thread < 0 && wake(*machine.now)) continue;
-    if (thread < 0 && !machine.now->boxes.empty()) {
-      bring_box(random_below(uint32_t(machine.now->boxes.size())));
-      continue;
-    }
     if (thread < 0 && waits_for_blocks(*machine.now)) return;
     if (thread < 0 || turn == MOST_TURNS) return report_deadlock(threads);
     machine.now->current = last = thread;
@@ -498,9 +466,6 @@ constexpr int SHARED_CANARY_BYTES = 0;  // the sanitizer sees every byte beyond 
 constexpr int SHARED_CANARY_BYTES = CANARY_BYTES;
 #endif
 
-// Dynamic shared memory begins at the same place in every block, on no more than 128 bytes.
-constexpr int SHARED_BEGIN = 128;
-
 inline void begin_block(int64_t index) {
   if (machine.spare.empty()) machine.spare.push_back(new Block());
   machine.now = machine.spare.back();
@@ -510,9 +475,9 @@ inline void begin_block(int64_t index) {
   machine.now->block[1] = int(index / grid[0] % grid[1]);
   machine.now->block[2] = int(index / grid[0] / grid[1]);
   void* shared = nullptr;
-  if (posix_memalign(&shared, 1024, SHARED_BEGIN + bytes) != 0) abort();
-  memset(shared, POISON, SHARED_BEGIN + bytes);
-  machine.now->shared = static_cast<unsigned char*>(shared) + SHARED_BEGIN;
+  if (posix_memalign(&shared, 128, bytes) != 0) abort();
+  memset(shared, POISON, bytes);
+  machine.now->shared = static_cast<unsigned char*>(shared);
   machine.now->poisoned.clear();
   start_threads(machine.launch->block);
   hide_late();
@@ -539,7 +504,7 @@ inline void end_block() {
     if (machine.now->shared[shared_bytes + i] == POISON) continue;
     block_failed("at its end: byte %lld of %lld bytes of shared memory was written", shared_bytes + i, shared_bytes);
   }
-  free(machine.now->shared - SHARED_BEGIN);
+  free(machine.now->shared);
   machine.spare.push_back(machine.now);
 }
 
@@ -575,31 +540,18 @@ inline void run_waiting() {
   }
 }
 
-// Clusters in an order that the schedule gives: upwards, downwards, or any.
+// Blocks in an order that the schedule gives: upwards, downwards, or any.
 inline void run_grid() {
   const int* grid = machine.launch->grid;
-  const int size = machine.launch->cluster;
-  std::vector<int64_t> order(int64_t(grid[0]) * grid[1] * grid[2] / size);
+  std::vector<int64_t> order(int64_t(grid[0]) * grid[1] * grid[2]);
   for (size_t i = 0; i < order.size(); ++i) order[i] = int64_t(i);
   for (size_t i = order.size(); i-- > 1;) {
     if (machine.launch->schedule >= RANDOM) std::swap(order[i], order[random_below(uint32_t(i + 1))]);
   }
   if (machine.launch->schedule == REVERSE) std::reverse(order.begin(), order.end());
   for (size_t i = 0; i < order.size() && !machine.failed; ++i) {
-    const auto cluster = std::make_shared<Cluster>();
-    for (int rank = 0; rank < size; ++rank) {
-      begin_block(order[i] * size + rank);
-      machine.now->cluster = cluster;
-      cluster->blocks.push_back(machine.now);
-    }
-    for (Block* block : cluster->blocks) {
-      machine.now = block;
-      if (machine.failed) {
-        machine.waiting.push_back(block);
-      } else {
-        run_block();
-      }
-    }
+    begin_block(order[i]);
+    run_block();
     run_waiting();
   }
   if (!machine.waiting.empty() && !machine.failed) {
@@ -607,7 +559,7 @@ inline void run_grid() {
     report_deadlock(machine.launch->block);
   }
   for (Block* block : machine.waiting) {
-    free(block->shared - SHARED_BEGIN);
+    free(block->shared);
     machine.spare.push_back(block);
   }
   machine.waiting.clear();

@@ -8,7 +8,6 @@
 #include "machine.h"
 
 #define KERNEL(threads) extern "C"
-#define PAIR_KERNEL(threads) extern "C"
 #define DEVICE inline
 #define UNROLL
 #define NO_UNROLL
@@ -119,9 +118,7 @@ DEVICE void store_release(uint32* address, uint32 value) {
   shim::yield();
 }
 DEVICE void fence() {}
-DEVICE void wait_until(const uint32* address, uint32 least) {
-  shim::wait_for("other blocks", [=] { return *address >= least; });
-}
+DEVICE void wait_until(const uint32* address, uint32 least) { shim::wait_until(address, least); }
 
 template <typename T>
 T atomic_add(T* address, T value) {
@@ -406,34 +403,17 @@ DEVICE void begin_arrivals(uint64* word, int count) {
   arrivals.count = arrivals.missing = count;
 }
 DEVICE void show_arrivals() {}
-DEVICE void arrive_at(uint64* word) { shim::arrive_once(*shim::machine.now, word, 0); }
-DEVICE void arrive_expecting(uint64* word, int bytes) { shim::arrive_once(*shim::machine.now, word, bytes); }
+DEVICE void arrive_at(uint64* word) { shim::arrive_once(word, 0); }
+DEVICE void arrive_expecting(uint64* word, int bytes) { shim::arrive_once(word, bytes); }
 DEVICE void wait_arrivals(uint64* word, uint32 parity) { shim::wait_arrivals(word, parity); }
-
-DEVICE int cluster_rank() {
-  for (size_t rank = 0; rank < shim::machine.now->cluster->blocks.size(); ++rank) {
-    if (shim::machine.now->cluster->blocks[rank] == shim::machine.now) return int(rank);
-  }
-  abort();
-}
-DEVICE void sync_cluster() { shim::sync_cluster(); }
-DEVICE void arrive_in(uint64* word, int rank) { shim::arrive_once(*shim::machine.now->cluster->blocks[rank], word, 0); }
-DEVICE void copy_box_to(uint32 ranks, void* to, const void* map, int column, int row, uint64* word) {
-  const shim::HostMap box = *static_cast<const shim::HostMap*>(shim::aligned(map, 64));
-  const auto* cluster = shim::machine.now->cluster.get();
-  auto* bytes = static_cast<unsigned char*>(to);
-  for (size_t rank = 0; rank < cluster->blocks.size(); ++rank) {
-    if (!(ranks >> rank & 1)) continue;
-    unsigned char* own = shim::in_block(*cluster->blocks[rank], bytes);
-    if (reinterpret_cast<uintptr_t>(own) % 1024 != 0) shim::fail("a box at %p, which is not on 1024 bytes", to);
-    memset(own, shim::POISON, size_t(box.box_rows) * 128);
-    shim::arrivals_at(*cluster->blocks[rank], word);
-  }
-  const auto copy = [=](unsigned char* there) { shim::copy_box(there, box, column, row); };
-  shim::machine.now->boxes.push_back({word, int64_t(box.box_rows) * 128, ranks, copy, bytes});
-}
 DEVICE void copy_box(void* to, const void* map, int column, int row, uint64* word) {
-  copy_box_to(1u << cluster_rank(), to, map, column, row, word);
+  const shim::HostMap box = *static_cast<const shim::HostMap*>(shim::aligned(map, 64));
+  if (reinterpret_cast<uintptr_t>(to) % 1024 != 0) shim::fail("a box at %p, which is not on 1024 bytes", to);
+  unsigned char* bytes = static_cast<unsigned char*>(to);
+  memset(bytes, shim::POISON, size_t(box.box_rows) * 128);
+  const auto copy = [=] { shim::copy_box(bytes, box, column, row); };
+  shim::machine.now->boxes.push_back({word, int64_t(box.box_rows) * 128, copy});
+  shim::arrivals_at(word);
 }
 
 enum : bool { GRIDS_OVERLAP = true };
