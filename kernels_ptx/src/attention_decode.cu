@@ -21,71 +21,73 @@
 KERNEL(128)
 void attention_decode_d64_f16(const half_t* q, const half_t* cache, const int* block_tables, const int* work,
                               half_t* out, float* workspace, uint32* counters, int heads, int kv_heads, int head_dim,
-                              int blocks, int block_size, int max_blocks, float scale, int window) {
+                              int blocks, int block_size, int max_blocks, float scale, int window, int stages) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  const DecodeArguments given = {workspace, counters, shape};
+  const DecodeArguments given = {workspace, counters, shape, stages};
   attention_decode<WideMethod<64, half_t>, 64>(q, cache, block_tables, work, out, given);
 }
 
 KERNEL(128)
 void attention_decode_d64_bf16(const bfloat_t* q, const bfloat_t* cache, const int* block_tables, const int* work,
                                bfloat_t* out, float* workspace, uint32* counters, int heads, int kv_heads, int head_dim,
-                               int blocks, int block_size, int max_blocks, float scale, int window) {
+                               int blocks, int block_size, int max_blocks, float scale, int window, int stages) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  const DecodeArguments given = {workspace, counters, shape};
+  const DecodeArguments given = {workspace, counters, shape, stages};
   attention_decode<WideMethod<64, bfloat_t>, 64>(q, cache, block_tables, work, out, given);
 }
 
 KERNEL(128)
 void attention_decode_d128_f16(const half_t* q, const half_t* cache, const int* block_tables, const int* work,
                                half_t* out, float* workspace, uint32* counters, int heads, int kv_heads, int head_dim,
-                               int blocks, int block_size, int max_blocks, float scale, int window) {
+                               int blocks, int block_size, int max_blocks, float scale, int window, int stages) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  const DecodeArguments given = {workspace, counters, shape};
+  const DecodeArguments given = {workspace, counters, shape, stages};
   attention_decode<WideMethod<128, half_t>, 128>(q, cache, block_tables, work, out, given);
 }
 
 KERNEL(128)
 void attention_decode_d128_bf16(const bfloat_t* q, const bfloat_t* cache, const int* block_tables, const int* work,
                                 bfloat_t* out, float* workspace, uint32* counters, int heads, int kv_heads,
-                                int head_dim, int blocks, int block_size, int max_blocks, float scale, int window) {
+                                int head_dim, int blocks, int block_size, int max_blocks, float scale, int window,
+                                int stages) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  const DecodeArguments given = {workspace, counters, shape};
+  const DecodeArguments given = {workspace, counters, shape, stages};
   attention_decode<WideMethod<128, bfloat_t>, 128>(q, cache, block_tables, work, out, given);
 }
 
 KERNEL(128)
 void attention_decode_d256_f16(const half_t* q, const half_t* cache, const int* block_tables, const int* work,
                                half_t* out, float* workspace, uint32* counters, int heads, int kv_heads, int head_dim,
-                               int blocks, int block_size, int max_blocks, float scale, int window) {
+                               int blocks, int block_size, int max_blocks, float scale, int window, int stages) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  const DecodeArguments given = {workspace, counters, shape};
+  const DecodeArguments given = {workspace, counters, shape, stages};
   attention_decode<WideMethod<256, half_t>, 256>(q, cache, block_tables, work, out, given);
 }
 
 KERNEL(128)
 void attention_decode_d256_bf16(const bfloat_t* q, const bfloat_t* cache, const int* block_tables, const int* work,
                                 bfloat_t* out, float* workspace, uint32* counters, int heads, int kv_heads,
-                                int head_dim, int blocks, int block_size, int max_blocks, float scale, int window) {
+                                int head_dim, int blocks, int block_size, int max_blocks, float scale, int window,
+                                int stages) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  const DecodeArguments given = {workspace, counters, shape};
+  const DecodeArguments given = {workspace, counters, shape, stages};
   attention_decode<WideMethod<256, bfloat_t>, 256>(q, cache, block_tables, work, out, given);
 }
 
 KERNEL(128)
 void attention_decode_any_f16(const half_t* q, const half_t* cache, const int* block_tables, const int* work,
                               half_t* out, float* workspace, uint32* counters, int heads, int kv_heads, int head_dim,
-                              int blocks, int block_size, int max_blocks, float scale, int window) {
+                              int blocks, int block_size, int max_blocks, float scale, int window, int stages) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  const DecodeArguments given = {workspace, counters, shape};
+  const DecodeArguments given = {workspace, counters, shape, stages};
   attention_decode<FmaMethod<256, 1, half_t>, 256>(q, cache, block_tables, work, out, given);
 }
 
 KERNEL(128)
 void attention_decode_any_bf16(const bfloat_t* q, const bfloat_t* cache, const int* block_tables, const int* work,
                                bfloat_t* out, float* workspace, uint32* counters, int heads, int kv_heads, int head_dim,
-                               int blocks, int block_size, int max_blocks, float scale, int window) {
+                               int blocks, int block_size, int max_blocks, float scale, int window, int stages) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  const DecodeArguments given = {workspace, counters, shape};
+  const DecodeArguments given = {workspace, counters, shape, stages};
   attention_decode<FmaMethod<256, 1, bfloat_t>, 256>(q, cache, block_tables, work, out, given);
 }

@@ -12,7 +12,7 @@ import pytest
 
 from tests.kernels.device import Argument, Device
 from tests.kernels.elements import Bits, Element, poison
-from tests.kernels.paged import NO_BLOCK, Paged, Shape, bound, decode_items, paged, splits_of, token_items, work_list
+from tests.kernels.paged import NO_BLOCK, Paged, Shape, bound, decode_items, paged, ring_bytes, splits_of, token_items, work_list
 
 STEM = "attention_decode"
 RNG = np.random.default_rng(11)
@@ -61,6 +61,7 @@ def run(
     lent: tuple[np.ndarray, np.ndarray] | None = None,
     most: int = 1,
     spare: int = 1,
+    stages: int = 2,
 ) -> Bits:
     """`most` splits an item; the items are in no order that means anything, and `spare` blocks find none."""
     shape, sequences = held.shape, len(held.lengths)
@@ -71,8 +72,9 @@ def run(
     blocks = max(1, len(items) + spare)
     work = work_list([items[place] for place in RNG.permutation(len(items))], blocks)
     args: list[Argument] = [q, *held.cached, held.tables, work, out, workspace, counters]
-    args += [*held.arguments, shape.scale, window]
-    device.run(stem, entry(stem, element, shape), (blocks, packs(shape)), 128, args, tier=tier)
+    args += [*held.arguments, shape.scale, window, stages]
+    name = entry(stem, element, shape)
+    device.run(stem, name, (blocks, packs(shape)), 128, args, ring_bytes(name, tier, stages), tier=tier)
     assert not counters.any()
     return out
 
@@ -141,6 +143,24 @@ def test_a_warp_alone_gives_a_split_the_bits_that_four_give_it(
         assert np.array_equal(run(device, element, q, held, window, tier=tier, most=most), first), most
 
 
+@pytest.mark.parametrize("codes", [False, True], ids=["values", "codes"])
+@pytest.mark.parametrize(
+    ("shape", "lengths", "window"),
+    [(Shape(3, 1, 64, block=32), [1, 40, 530, 777], 0), (Shape(2, 1, 128), [133, 659], 400), (Shape(1, 1, 256), [300], 0)],
+    ids=str,
+)
+def test_how_many_tiles_are_on_their_way_changes_no_bits(
+    device: Device, element: Element, tier: str, codes: bool, shape: Shape, lengths: list[int], window: int
+) -> None:
+    """Walks of no tile, of fewer than there are stages, of a first share without one, and over many rounds."""
+    held = paged(RNG, element, shape, lengths, codes=codes)
+    q = queries(element, shape, len(lengths))
+    first = run(device, element, q, held, window, tier=tier, stages=1)
+    check(element, q, held, window, first)
+    for stages, most in ((1, 5), (2, 3), (3, 1), (3, 7), (4, 1), (4, 5)):
+        assert np.array_equal(run(device, element, q, held, window, tier=tier, most=most, stages=stages), first), stages
+
+
 def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch(device: Device, element: Element, tier: str) -> None:
     shape, lengths = Shape(7, 1, 64), [300, 5, 0, 129]
     held = paged(RNG, element, shape, lengths)
@@ -164,9 +184,9 @@ def test_a_token_of_a_prompt_has_the_bits_that_it_has_when_its_sequence_ends_wit
     items = decode_items(lengths[:1]) + token_items(lengths, counts)
     work = work_list([items[place] for place in RNG.permutation(len(items))], len(items))
     args: list[Argument] = [q, *held.cached, held.tables, work, out, workspace, counters, *held.arguments]
-    stem = held.over(STEM)
-    grid = (len(items), packs(shape))
-    device.run(stem, entry(stem, element, shape), grid, 128, [*args, shape.scale, 0], tier=tier)
+    name, grid = entry(held.over(STEM), element, shape), (len(items), packs(shape))
+    shared = ring_bytes(name, tier, 3)
+    device.run(held.over(STEM), name, grid, 128, [*args, shape.scale, 0, 3], shared, tier=tier)
     for row, (sequence, length) in enumerate([(0, 260), (1, 198), (1, 199), (1, 200)]):
         one = replace(held, lengths=np.array([length], dtype=np.int32), tables=held.tables[sequence : sequence + 1])
         assert np.array_equal(run(device, element, q[row : row + 1], one, tier=tier)[0], out[row]), row
