@@ -341,9 +341,9 @@ def decode_ring(build: str, tier: str, *, codes: bool) -> tuple[int, int]:
 
 
 def decode_pieces(op: Attention, multiprocessors: int) -> int:
-    """Items of decoding that fill the GPU. Its list has no more than these and one more for each sequence (or, where
-    tokens of prompts are in it, for each token)."""
-    return _covering(8 * multiprocessors, _packs(op))
+    """Items of decoding that fill the GPU at a time, by two blocks a multiprocessor. Its list has no more than these and
+    one more for each sequence (or, where tokens of prompts are in it, for each token)."""
+    return _covering(2 * multiprocessors, _packs(op))
 
 
 def _packs(op: Attention) -> int:
