@@ -116,15 +116,16 @@ struct MmaMethod {
 
   // A warp that has a split alone merges its shares as merge_warps merges those of four.
   DEVICE void round(float scale, const Partials<WIDTH>& to) {
-    Found<WIDTH> split = {};
+    Found<WIDTH> split;
+    split.clear();
     bool behind = false;
     NO_UNROLL
     do {
-      const Found<WIDTH> own = share(scale);
+      take_share(scale);
       if (behind) {
-        split.add(own);
+        split.add(state.found);
       } else {
-        split = own;
+        split = state.found;
       }
       behind = true;
     } while (to_use.next_share());
@@ -132,7 +133,7 @@ struct MmaMethod {
     to_use.next_round();
   }
 
-  DEVICE Found<WIDTH> share(float scale) {
+  DEVICE void take_share(float scale) {
     state.found.clear();
     NO_UNROLL
     for (; to_use.has_tile(); to_use.next_tile()) {
@@ -140,7 +141,7 @@ struct MmaMethod {
       state.tile(ring.stage_to_use(), to_use.lowest(), to_use.highest(), scale);
       ring.used();
     }
-    return state.whole();
+    state.end();
   }
 
   // Into the stage that is filled next.

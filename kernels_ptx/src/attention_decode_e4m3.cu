@@ -2,7 +2,8 @@
 //
 // Arguments, launch, and what it assumes as in attention_decode.cu, but for: cache (2, blocks, kv_heads, block_size,
 // head_dim) E4M3 (e4m3.cuh), scales (2, blocks, kv_heads, block_size) f32. Scores are multiplied by the key's scale, and
-// weights by the value's before they are rounded, from t80 on, but for _any, to bf16 whatever X is.
+// weights by the value's before they are rounded, from t80 on, but for _any, to bf16 whatever X is. Dynamic shared memory,
+// where there is any: stages (128 WIDTH + 4096) bytes.
 // A kernel of its own, so that who has no such cache does not wait for its compilation.
 // bound: 2 kv_heads (head_dim + 4) bytes a key that is seen.
 // tiers: t70 t80 t90

@@ -124,14 +124,16 @@ struct Ring {
   // Where the lane's pieces of the oldest tile are, once they are there; for when the ring is full. And that it has used
   // them.
   DEVICE const unsigned char* stage_to_use() const {
-    if (stages == 1) {
-      wait_copies<0>();
-    } else if (stages == 2) {
+    if (stages > 2) {  // comparisons of equality would become a jump by a table
+      if (stages > 3) {
+        wait_copies<MOST_STAGES - 1>();
+      } else {
+        wait_copies<2>();
+      }
+    } else if (stages > 1) {
       wait_copies<1>();
-    } else if (stages == 3) {
-      wait_copies<2>();
     } else {
-      wait_copies<MOST_STAGES - 1>();
+      wait_copies<0>();
     }
     return memory + oldest + own();
   }
@@ -189,7 +191,7 @@ struct MmaRows {
 
   const X* queries;
   Words4 query[STEPS];
-  Found<WIDTH> found;  // its sum is only that of this lane's keys
+  Found<WIDTH> found;  // until `end` its sum is only that of this lane's keys
 
   static DEVICE int g() { return lane_index() / 4; }
   static DEVICE int t() { return lane_index() % 4; }
@@ -335,11 +337,9 @@ struct MmaRows {
     mix(stage, weights);
   }
 
-  // What was found of the tiles since it was cleared, over all lanes' keys.
-  DEVICE Found<WIDTH> whole() const {
-    Found<WIDTH> all = found;
-    all.sum += shuffle_xor(all.sum, 1);
-    all.sum += shuffle_xor(all.sum, 2);
-    return all;
+  // The sum over all lanes' keys.
+  DEVICE void end() {
+    found.sum += shuffle_xor(found.sum, 1);
+    found.sum += shuffle_xor(found.sum, 2);
   }
 };
