@@ -10,9 +10,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kernels_ptx.build import ROOTS, read_manifest
+from rvllm.backend.cuda.lower import decode_ring
 from tests.kernels.device import Argument, Device
 from tests.kernels.elements import Bits, Element, poison
-from tests.kernels.paged import NO_BLOCK, Paged, Shape, bound, decode_items, paged, ring_bytes, splits_of, token_items, work_list
+from tests.kernels.paged import (
+    NO_BLOCK,
+    Paged,
+    Shape,
+    bound,
+    decode_items,
+    paged,
+    ring_bytes,
+    splits_of,
+    token_items,
+    work_list,
+)
 
 STEM = "attention_decode"
 RNG = np.random.default_rng(11)
@@ -146,7 +159,11 @@ def test_a_warp_alone_gives_a_split_the_bits_that_four_give_it(
 @pytest.mark.parametrize("codes", [False, True], ids=["values", "codes"])
 @pytest.mark.parametrize(
     ("shape", "lengths", "window"),
-    [(Shape(3, 1, 64, block=32), [1, 40, 530, 777], 0), (Shape(2, 1, 128), [133, 650], 400), (Shape(1, 1, 256), [300], 0)],
+    [
+        (Shape(3, 1, 64, block=32), [1, 40, 530, 777], 0),
+        (Shape(2, 1, 128), [133, 650], 400),
+        (Shape(1, 1, 256), [300], 0),
+    ],
     ids=str,
 )
 def test_how_many_tiles_are_on_their_way_changes_no_bits(
@@ -260,3 +277,21 @@ def test_a_scale_that_is_no_number_is_not_hidden(device: Device, element: Elemen
     held.scales[part, held.tables[0, 1], :, 3] = np.nan
     out = run(device, element, queries(element, held.shape, 1), held, tier=tier)
     assert np.all(np.isnan(element.decode(out)))
+
+
+# ---- The launch
+
+
+@pytest.mark.parametrize(("of_gpu", "target", "most"), [("t80", "sm_120", 99), ("t90a", "sm_90", 227)])
+@pytest.mark.parametrize("codes", [False, True], ids=["values", "codes"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_ring_that_a_launch_asks_for_fits(codes: bool, width: int, of_gpu: str, target: str, most: int) -> None:
+    """Into what a block may have on the smallest GPU of a tier; up to width 128, two of a multiprocessor of t90a."""
+    stem = f"{STEM}_e4m3" if codes else STEM
+    stages, dynamic = decode_ring(f"d{width}", of_gpu, codes=codes)
+    name = f"{stem}_d{width}_bf16"
+    assert 1 <= stages <= 4 and dynamic == ring_bytes(name, "t80", stages)
+    record = read_manifest(ROOTS[0])[f"ptx/t90/{stem}.ptx"]
+    blocks = 2 if of_gpu == "t90a" and width <= 128 else 1
+    assert blocks * (dynamic + record["assembled"][target][name]["shared_bytes"] + 1024) <= (most + 1) * 1024
+    assert decode_ring("any", of_gpu, codes=codes) == decode_ring(f"d{width}", "t75", codes=codes) == (0, 0)

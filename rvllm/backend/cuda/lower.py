@@ -38,8 +38,8 @@ WIDE_TOKENS = 32  # beyond, warpgroups multiply where there are any
 WIDE_SLOTS, WIDE_SHARED_BYTES = 128, {64: 99328, 128: 197632, 256: 197632}  # of a tile of gemm_t90a
 WIDE_MULTIPROCESSORS = 144  # no GPU of tier t90a has more
 ALONE_SHARED_BYTES = 116 << 10  # more than half of what a multiprocessor of tier t90a has
-# Tiles that a warp of attention_decode has on their way, by width: of a cache in the activations' format, and of codes. On
-# a multiprocessor of tier t90a two blocks fit (of width 256, one); elsewhere a block has 99 KB at most.
+# Tiles that a warp of attention_decode has on their way, by width: of a cache in the activations' format, and of codes.
+# On a multiprocessor of tier t90a two blocks fit (of width 256, one); elsewhere a block has 99 KB at most.
 DECODE_STAGES = {
     "t90a": ({64: 4, 128: 3, 256: 2}, {64: 4, 128: 4, 256: 2}),
     "t80": ({64: 4, 128: 2, 256: 1}, {64: 4, 128: 4, 256: 2}),
@@ -341,8 +341,8 @@ def decode_ring(build: str, tier: str, *, codes: bool) -> tuple[int, int]:
 
 
 def decode_pieces(op: Attention, multiprocessors: int) -> int:
-    """Items of decoding that fill the GPU at a time, by two blocks a multiprocessor. Its list has no more than these and
-    one more for each sequence (or, where tokens of prompts are in it, for each token)."""
+    """Items of decoding that fill the GPU, by two blocks a multiprocessor. Its list has no more than these and one more
+    for each sequence (or, where tokens of prompts are in it, for each token)."""
     return _covering(2 * multiprocessors, _packs(op))
 
 
