@@ -31,11 +31,8 @@ struct Pages {
   int kv_heads, kv_head, head_dim, shift;  // block_size = 1 << shift
 
   // The row of the key at a position; those up to the next multiple of KEY_TILE follow it.
-  DEVICE int64 row(int position) const { return row_in(block_of(position), position); }
-
-  // The same in two steps, so that the block is there before the row is wanted.
-  DEVICE int block_of(int position) const { return table[position >> shift]; }
-  DEVICE int64 row_in(int64 block, int position) const {
+  DEVICE int64 row(int position) const {
+    const int64 block = table[position >> shift];
     return ((block * kv_heads + kv_head) << shift) + (position & ((1 << shift) - 1));
   }
 };

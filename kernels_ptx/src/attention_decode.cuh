@@ -8,23 +8,17 @@
 #include "attention_decode_mma.cuh"
 #endif
 
-// ---- Rounds. Both methods take the splits of a block in rounds, and leave Partials of their warps.
+// ---- A split, by all warps: every fourth tile is a warp's. Both methods leave Partials of their warps.
 
 template <int WIDTH, int N, typename X, typename C = X>
 struct FmaMethod {
-  enum : int { PARTIALS = WARPS * ROWS * Partials<WIDTH>::STRIDE };  // floats that it needs to leave them in
+  enum : bool { TAKES_WHOLE = false };
 
-  const Pages<C>& pages;
-  Walk<false> walk;
   const X* queries;
   int rows;
 
-  DEVICE FmaMethod(const Pages<C>& pages, const Splits& splits, int first, int last, unsigned char*, int)
-      : pages(pages), walk(splits, first, last) {}
-
-  static DEVICE float* room(float* partials, unsigned char*) { return partials; }
-
-  DEVICE void fetch(int) {}
+  DEVICE void load_ahead(const Pages<C>&, int, int, int, int) {}
+  DEVICE void whole(const Pages<C>&, int, int, float, const Partials<WIDTH>&) {}
 
   DEVICE void take(const X* q, int count, int head_dim, X* put) {
     put_queries<WIDTH>(q, head_dim, count, head_dim, put, thread_index(), thread_count());
@@ -33,23 +27,18 @@ struct FmaMethod {
     rows = count;
   }
 
-  DEVICE int splits_of_round() const { return walk.splits_of_round(); }
-
-  DEVICE void round(float scale, const Partials<WIDTH>& to) {
-    const int begin = walk.splits.begin_of(walk.split());
-    const Sight all = {walk.end - 1, 0, 0};
-    if (lane_index() == 0) to.begins[warp_index()] = warp_index() * ROWS * to.STRIDE;
+  DEVICE void split(const Pages<C>& pages, int first, int end, float scale, const Partials<WIDTH>& to) {
+    const Sight all = {end - 1, 0, 0};
     NO_UNROLL
     for (int from = 0; from < rows; from += FMA_ROWS) {
       FmaRows<WIDTH, N, X, C> state(queries + from * WIDTH, smaller_int(FMA_ROWS, rows - from));
       NO_UNROLL
-      for (int tile = walk.tile; tile < walk.end; tile += WARPS * KEY_TILE) {
-        state.tile(pages, tile, larger_int(begin, tile), smaller_int(walk.end, tile + KEY_TILE), all, scale);
+      for (int tile = (first / KEY_TILE + warp_index()) * KEY_TILE; tile < end; tile += WARPS * KEY_TILE) {
+        state.tile(pages, tile, larger_int(first, tile), smaller_int(end, tile + KEY_TILE), all, scale);
       }
       state.merge_groups();
       if (lane_index() < state.LANES) leave(state, warp_index() * ROWS + from, to);
     }
-    walk.next_round();
   }
 
   static DEVICE void leave(const FmaRows<WIDTH, N, X, C>& state, int at, const Partials<WIDTH>& to) {
@@ -58,9 +47,7 @@ struct FmaMethod {
       to.largest[at + row] = state.largest[row];
       to.sum[at + row] = state.sum[row];
       UNROLL
-      for (int i = 0; i < state.DIMENSIONS; ++i) {
-        to.out[(at + row) * to.STRIDE + state.dimension(i)] = state.out[row][i];
-      }
+      for (int i = 0; i < state.DIMENSIONS; ++i) to.row(at + row)[state.dimension(i)] = state.out[row][i];
     }
   }
 };
@@ -69,96 +56,70 @@ struct FmaMethod {
 template <int WIDTH, typename X, typename C = X>
 struct MmaMethod {
   using Rows = MmaRows<WIDTH, X, C>;
-  using Stages = Ring<WIDTH, C>;
-  enum : int { PARTIALS = 4 };  // none: they are left in the ring
-  static_assert(ROWS * Partials<WIDTH>::STRIDE * 4 <= Stages::STAGE, "a warp's results fit into a stage");
+  enum : bool { TAKES_WHOLE = Rows::FITS };
 
-  const Pages<C>& pages;
-  Walk<Rows::FITS> to_fetch, to_use;
-  int block;  // of the tile to fetch
-  Ring<WIDTH, C> ring;
   Rows state;
 
-  DEVICE MmaMethod(const Pages<C>& pages, const Splits& splits, int first, int last, unsigned char* memory, int stages)
-      : pages(pages), to_fetch(splits, first, last), to_use(to_fetch), ring(memory, stages) {
-    find_next();
-  }
+  static DEVICE int first_tile(int first, int share) { return (first / KEY_TILE + share) * KEY_TILE; }
 
-  static DEVICE float* room(float*, unsigned char* ring) { return reinterpret_cast<float*>(ring); }
-
-  // To where the walk has a tile. Its block is read now, and used when the next tile is fetched.
-  DEVICE void find_next() {
-    to_fetch.seek();
-    if (to_fetch.has_tile()) block = pages.block_of(to_fetch.tile);
-  }
-
-  DEVICE void fetch_tile() {
-    if (to_fetch.has_tile()) {
-      const int64 row = pages.row_in(block, to_fetch.tile);
-      Rows::copy(pages, row, to_fetch.lowest(), to_fetch.highest(), ring.stage_to_fill());
-      to_fetch.next_tile();
-      find_next();
-    }
-    ring.filled();
-  }
-
-  // As many tiles as there is room for, of those that lie before key `known`. All of the ring, unless the warp has none in
-  // the first round: then it needs a stage to leave that in.
-  DEVICE void fetch(int known) {
-    const int most = to_use.has_tile() ? ring.stages : ring.stages - 1;
-    NO_UNROLL
-    while (ring.ahead < most && (!to_fetch.has_tile() || to_fetch.tile + KEY_TILE <= known)) fetch_tile();
+  // Of share `share` of the split [first, end), with which the next call begins, what lies before key `known`.
+  DEVICE void load_ahead(const Pages<C>& pages, int first, int end, int share, int known) {
+    const int tile = first_tile(first, share);
+    if (tile < end && tile + KEY_TILE <= known) state.load_ahead(pages, tile, first, end);
   }
 
   DEVICE void take(const X* q, int rows, int head_dim, X* put) { state.take(q, rows, head_dim, put); }
 
-  DEVICE int splits_of_round() const { return to_use.splits_of_round(); }
-
-  // A warp that has a split alone merges its shares as merge_warps merges those of four.
-  DEVICE void round(float scale, const Partials<WIDTH>& to) {
-    Found<WIDTH> split;
-    split.clear();
-    bool behind = false;
-    NO_UNROLL
-    do {
-      take_share(scale);
-      if (behind) {
-        split.add(state.found);
-      } else {
-        split = state.found;
-      }
-      behind = true;
-    } while (to_use.next_share());
-    leave(split, to);
-    to_use.next_round();
+  DEVICE void share_of(const Pages<C>& pages, int first, int end, int share, float scale) {
+    state.clear();
+    state.tiles(pages, first_tile(first, share), WARPS * KEY_TILE, first, end, scale);
   }
 
-  DEVICE void take_share(float scale) {
-    state.found.clear();
+  DEVICE void split(const Pages<C>& pages, int first, int end, float scale, const Partials<WIDTH>& to) {
+    share_of(pages, first, end, warp_index(), scale);
+    leave(to, false);
+  }
+
+  // A split by this warp alone, with the bits that all warps and merge_warps give it.
+  DEVICE void whole(const Pages<C>& pages, int first, int end, float scale, const Partials<WIDTH>& to) {
     NO_UNROLL
-    for (; to_use.has_tile(); to_use.next_tile()) {
-      if (ring.ahead < ring.stages) fetch_tile();
-      state.tile(ring.stage_to_use(), to_use.lowest(), to_use.highest(), scale);
-      ring.used();
+    for (int share = 0; share < WARPS; ++share) {
+      share_of(pages, first, end, share, scale);
+      if (share + 1 < WARPS) load_ahead(pages, first, end, share + 1, end + KEY_TILE);
+      leave(to, share > 0);
     }
-    state.end();
   }
 
-  // Into the stage that is filled next.
-  DEVICE void leave(const Found<WIDTH>& split, const Partials<WIDTH>& to) const {
-    const int g = Rows::g(), t = Rows::t(), row = warp_index() * ROWS + g;
-    float* rows = reinterpret_cast<float*>(ring.memory + ring.next);
-    sync_warp();  // all lanes have read what they had there
-    if (lane_index() == 0) to.begins[warp_index()] = int(rows - to.out);
-    to.largest[row] = split.largest;
-    to.sum[row] = split.sum;
+  // What was found becomes the warp's part of `to`, or goes behind what is there as `merged` does it.
+  DEVICE void leave(const Partials<WIDTH>& to, bool behind) const {
+    const int g = Rows::g(), t = Rows::t(), row = warp_index() * ROWS;
+    float largest = state.largest, sum = state.whole_sum(), old[2] = {}, fresh[2] = {};  // of queries 2 t and 2 t + 1
+    if (behind) {
+      const float before = to.largest[row + g], highest = larger(before, largest), base = base_of(highest);
+      const float of_before = power_of_two(before - base), of_found = power_of_two(largest - base);
+      largest = highest;
+      sum = to.sum[row + g] * of_before + sum * of_found;
+      UNROLL
+      for (int odd = 0; odd < 2; ++odd) {
+        old[odd] = shuffle(of_before, 8 * t + 4 * odd);
+        fresh[odd] = shuffle(of_found, 8 * t + 4 * odd);
+      }
+    }
+    sync_warp();  // four lanes have read what each of them writes
+    to.largest[row + g] = largest;
+    to.sum[row + g] = sum;
     UNROLL
     for (int i = 0; i < 4 * Rows::BLOCKS; ++i) {  // of a query, four dimensions
       const int block = i / 4, odd = i / 2 % 2, pair = i % 2 * 2;
-      const float (&found)[4][4] = split.out[block];
-      const Pack<float, 4> own = {
-          {found[pair][odd], found[pair][2 + odd], found[pair + 1][odd], found[pair + 1][2 + odd]}};
-      store(rows + (2 * t + odd) * to.STRIDE + 64 * block + 8 * g + 2 * pair, own);
+      const float (&found)[4][4] = state.out[block];
+      float* out = to.row(row + 2 * t + odd) + 64 * block + 8 * g + 2 * pair;
+      Pack<float, 4> own = {{found[pair][odd], found[pair][2 + odd], found[pair + 1][odd], found[pair + 1][2 + odd]}};
+      if (behind) {
+        const Pack<float, 4> before = load<4>(out);
+        UNROLL
+        for (int j = 0; j < 4; ++j) own.at[j] = before.at[j] * old[odd] + own.at[j] * fresh[odd];
+      }
+      store(out, own);
     }
   }
 };
@@ -170,7 +131,6 @@ struct DecodeArguments {
   float* workspace;
   uint32* counters;
   AttentionShape shape;
-  int stages;
   const float* scales = nullptr;
 };
 
@@ -192,7 +152,6 @@ struct Room {
   Partials<WIDTH> partials;
   float* total;   // (ROWS, WIDTH)
   float* states;  // (2, ROWS, 2)
-  unsigned char* ring;
 };
 
 // Splits that a block has done at a time: one by all its warps, or one a warp.
@@ -206,7 +165,6 @@ struct Round {
 template <int WIDTH, typename X>
 DEVICE void end_round(const Room<WIDTH, X>& room, bool alone, const Round& round, int splits, int rows,
                       const Workspace& workspace, X* out) {
-  const Words4 begins = load_words4(room.partials.begins);
   const float* before = room.states + round.number % 2 * 2 * ROWS;
   float* after = room.states + (round.number + 1) % 2 * 2 * ROWS;
   NO_UNROLL
@@ -217,8 +175,8 @@ DEVICE void end_round(const Room<WIDTH, X>& room, bool alone, const Round& round
     Softmax all = {before[2 * row], before[2 * row + 1], {own[0], own[1]}};
     NO_UNROLL
     for (int j = 0; j < round.count; ++j) {
-      const Softmax found = round.count == 1 ? merge_warps(room.partials, begins, row, dimension)
-                                             : room.partials.of(j, room.partials.begins[j], row, dimension);
+      const Softmax found =
+          round.count == 1 ? merge_warps(room.partials, row, dimension) : room.partials.of(j, row, dimension);
       if (!alone) {
         keep(workspace, row, round.first + j, dimension, found);
       } else {
@@ -250,16 +208,23 @@ DEVICE void decode(const X* q, const C* cache, const int* block_tables, const De
   const int64 row = (int64(item.row) * shape.heads + place.head) * shape.head_dim;
   const bool alone = item.end - item.first == splits.count;
   const float scale = shape.scale * log2_e();
-  Method method(pages, splits, item.first, item.end, room.ring, given.stages);
-  method.fetch(item.kv_length - item.fresh);
+  const auto is_wide = [&](int split) { return Method::TAKES_WHOLE && item.end - split >= WARPS; };
+  const auto own_split = [&](int split) { return is_wide(split) ? split + warp_index() : split; };
+  Method method;
+  const int ahead = own_split(item.first), share = is_wide(item.first) ? 0 : warp_index();
+  method.load_ahead(pages, splits.begin_of(ahead), splits.end_of(ahead), share, item.kv_length - item.fresh);
   wait_for_previous_grid();
-  method.fetch(item.kv_length + KEY_TILE);
   method.take(q + row, place.rows, shape.head_dim, room.queries);
   Round round = {item.first, 0, 0};
   NO_UNROLL
   for (; round.first < item.end; round.first += round.count, ++round.number) {
-    round.count = method.splits_of_round();
-    method.round(scale, room.partials);
+    const int split = own_split(round.first);
+    round.count = is_wide(round.first) ? WARPS : 1;
+    if (round.count == 1) {
+      method.split(pages, splits.begin_of(split), splits.end_of(split), scale, room.partials);
+    } else {
+      method.whole(pages, splits.begin_of(split), splits.end_of(split), scale, room.partials);
+    }
     sync_block();
     end_round(room, alone, round, splits.count, place.rows, workspace, out + row);
     sync_block();
@@ -273,15 +238,11 @@ template <typename Method, int WIDTH, typename X, typename C>
 DEVICE void attention_decode(const X* q, const C* cache, const int* block_tables, const int* work, X* out,
                              const DecodeArguments& given) {
   SHARED_ARRAY(X, queries, ROWS * WIDTH);
-  SHARED_ARRAY(float, warps_out, Method::PARTIALS);
+  SHARED_ARRAY(float, warps_out, WARPS * ROWS * Partials<WIDTH>::STRIDE);
   SHARED_ARRAY(float, warps_states, 2 * WARPS * ROWS);
-  SHARED_ARRAY(int, begins, WARPS);
   SHARED_ARRAY(float, total, ROWS* WIDTH);
   SHARED_ARRAY(float, states, 2 * ROWS * 2);
-  DYNAMIC_SHARED(ring);
-  float* out_of_warps = Method::room(warps_out, ring);
-  const Partials<WIDTH> partials = {warps_states, warps_states + WARPS * ROWS, begins, out_of_warps};
-  const Room<WIDTH, X> room = {queries, partials, total, states, ring};
+  const Room<WIDTH, X> room = {queries, {warps_states, warps_states + WARPS * ROWS, warps_out}, total, states};
   const DecodeItem item = decode_item(work, block_x());
   if (block_x() < item_count(work)) return decode<Method>(q, cache, block_tables, item, given, room, out);
   wait_for_previous_grid();  // so that the end of this grid is the end of all before it

@@ -1,7 +1,7 @@
 // How decoding splits a sequence's keys over blocks, and how their results become one.
 //
-// A block of WARPS warps takes a split, or each of its warps one: they leave Partials in shared memory. The results of
-// splits are merged from the lowest keys upwards, by one block in the end: the same bits, whichever block took which split.
+// A block of WARPS warps takes a split: its warps leave Partials in shared memory. The results of splits are merged
+// from the lowest keys upwards, by one block in the end: the same bits, whichever block took which split.
 #pragma once
 
 #include "attention.cuh"
@@ -9,70 +9,21 @@
 // Warps of a block, splits of a sequence at most (a warp's lanes), keys of a split at least.
 enum : int { WARPS = 4, MOST_SPLITS = WARP, SMALLEST_CHUNK = 128 };
 
-// Keys [first, end) in `count` parts, cut at the multiples of 1 << shift.
+// Keys [first, end) in `count` parts, cut at the multiples of `chunk`.
 struct Splits {
-  int first, end, shift, count;
+  int first, end, chunk, count;
 
-  DEVICE int begin_of(int split) const { return larger_int(first, ((first >> shift) + split) << shift); }
-  DEVICE int end_of(int split) const { return smaller_int(end, ((first >> shift) + split + 1) << shift); }
+  DEVICE int begin_of(int split) const { return larger_int(first, (first / chunk + split) * chunk); }
+  DEVICE int end_of(int split) const { return smaller_int(end, (first / chunk + split + 1) * chunk); }
 };
 
 // At most MOST_SPLITS, as the first and the last may be cut short.
 DEVICE Splits splits_of(int kv_length, int window) {
   const int first = first_seen(kv_length - 1, window);
-  int shift = 7;
-  static_assert(SMALLEST_CHUNK == 1 << 7, "the smallest split");
-  while ((kv_length - first - 1) >> shift >= MOST_SPLITS - 1) ++shift;
-  return {first, kv_length, shift, ((kv_length - 1) >> shift) - (first >> shift) + 1};
+  int chunk = SMALLEST_CHUNK;
+  while ((kv_length - first - 1) / chunk >= MOST_SPLITS - 1) chunk *= 2;
+  return {first, kv_length, chunk, (kv_length - 1) / chunk - first / chunk + 1};
 }
-
-// The tiles that a warp takes of the splits [first, last) of a block, in its order. Of a split, every fourth tile is a
-// share. Rounds take one split, of which each warp has a share; or WARPS of them, of which each warp has one with all of
-// its shares, where WHOLE and while so many are left. A share may have no tile.
-template <bool WHOLE>
-struct Walk {
-  Splits splits;
-  int first, last;  // the first split of the round, and the end
-  int share, tile, end;
-
-  DEVICE Walk(const Splits& splits, int first, int last) : splits(splits), first(first), last(last) { begin(); }
-
-  DEVICE bool is_wide() const { return WHOLE && last - first >= WARPS; }
-  DEVICE int splits_of_round() const { return is_wide() ? WARPS : 1; }
-  DEVICE int split() const { return is_wide() ? first + warp_index() : first; }
-  DEVICE bool has_tile() const { return tile < end; }
-
-  // The keys of the tile that are seen: those of other splits are never in it.
-  DEVICE int lowest() const { return larger_int(0, splits.first - tile); }
-  DEVICE int highest() const { return smaller_int(KEY_TILE, splits.end - tile) - 1; }
-
-  DEVICE void enter(int to) {
-    share = to;
-    end = splits.end_of(split());
-    tile = (splits.begin_of(split()) / KEY_TILE + share) * KEY_TILE;
-  }
-  DEVICE void begin() { enter(is_wide() ? 0 : warp_index()); }
-
-  // To what comes next, in the share, of the split, of the block. False: nothing does.
-  DEVICE void next_tile() { tile += WARPS * KEY_TILE; }
-  DEVICE bool next_share() {
-    if (!is_wide() || share + 1 == WARPS) return false;
-    enter(share + 1);
-    return true;
-  }
-  DEVICE bool next_round() {
-    first += splits_of_round();
-    if (first >= last) return false;
-    begin();
-    return true;
-  }
-  // To a tile, if there is one more.
-  DEVICE void seek() {
-    NO_UNROLL
-    while (!has_tile() && (next_share() || next_round())) {
-    }
-  }
-};
 
 // What the warps leave of a split for the block to merge.
 template <int WIDTH>
@@ -80,24 +31,20 @@ struct Partials {
   enum : int { STRIDE = WIDTH + 4 };  // so that rows begin in different banks
 
   float *largest, *sum;  // (WARPS, ROWS)
-  int* begins;           // (WARPS): where in `out` the warp's rows are, (ROWS, WIDTH), STRIDE apart
-  float* out;
+  float* out;            // (WARPS, ROWS, WIDTH), rows STRIDE apart
 
-  DEVICE Softmax of(int warp, int begin, int query, int dimension) const {
+  DEVICE float* row(int at) const { return out + at * STRIDE; }
+  DEVICE Softmax of(int warp, int query, int dimension) const {
     const int at = warp * ROWS + query;
-    const float* row = out + begin + query * STRIDE;
-    return {largest[at], sum[at], {row[dimension], row[dimension + 1]}};
+    return {largest[at], sum[at], {row(at)[dimension], row(at)[dimension + 1]}};
   }
 };
 
-// begins: those of `partials`.
 template <int WIDTH>
-DEVICE Softmax merge_warps(const Partials<WIDTH>& partials, const Words4& begins, int row, int dimension) {
-  Softmax found = partials.of(0, int(begins.word[0]), row, dimension);
+DEVICE Softmax merge_warps(const Partials<WIDTH>& partials, int row, int dimension) {
+  Softmax found = partials.of(0, row, dimension);
   UNROLL
-  for (int warp = 1; warp < WARPS; ++warp) {
-    found = merged(found, partials.of(warp, int(begins.word[warp]), row, dimension));
-  }
+  for (int warp = 1; warp < WARPS; ++warp) found = merged(found, partials.of(warp, row, dimension));
   return found;
 }
 

@@ -155,40 +155,32 @@ DEVICE int sum_before(int value, int& total) {
   return before + upto - value;
 }
 
-// Of the blocks that fill the GPU, two a multiprocessor, the third part that is enough for blocks whose warps each take a
-// split alone; and the rows of one sequence in a step, each of which decodes, at most.
-enum : int { ENOUGH = 3, ROWS_OF_A_SEQUENCE = 32 };
+// A block for every multiprocessor is that part of the items that fill the GPU; rows of one sequence in a step, each of
+// which decodes, at most.
+enum : int { ENOUGH = 8, ROWS_OF_A_SEQUENCE = 32 };
 
-// The keys that a sequence's query sees, in smallest splits: what it is of the step's work.
-DEVICE int work_of(int kv_length, int window) {
-  return (kv_length - first_seen(kv_length - 1, window) + SMALLEST_CHUNK - 1) / SMALLEST_CHUNK;
-}
-
-// Of each sequence as many items as are its share of `pieces` by its work, to the nearest, but no more than it has units:
-// splits or, where that leaves enough blocks, WARPS of them, so that a warp takes one alone and a block with all of a
-// sequence merges nothing through memory. The number of items, at most pieces + decodes.
+// One split an item, or WARPS of them where that is enough for the GPU: a warp then takes one alone. Where those are more
+// than `pieces` items, a share of them for each sequence by its splits. The number of items.
 DEVICE int list_decodes(const int* kv_lengths, int decodes, int window, int pieces, int* work) {
   int own = 0, own_wide = 0, all, all_wide, listed = 0;
   for (int i = thread_index(); i < decodes; i += thread_count()) {
-    own += work_of(kv_lengths[i], window);
-    own_wide += (splits_of(kv_lengths[i], window).count + WARPS - 1) / WARPS;
+    const int splits = splits_of(kv_lengths[i], window).count;
+    own += splits;
+    own_wide += (splits + WARPS - 1) / WARPS;
   }
   sum_before(own, all);
   sync_block();
   sum_before(own_wide, all_wide);
   sync_block();
   const int unit = all_wide * ENOUGH >= pieces ? WARPS : 1;
+  if (unit > 1) all = all_wide;
   NO_UNROLL
   for (int from = 0; from < decodes; from += thread_count()) {
     const int sequence = from + thread_index();
-    int kv_length = 0, splits = 0, units = 0, items = 0;
-    if (sequence < decodes) {
-      kv_length = kv_lengths[sequence];
-      splits = splits_of(kv_length, window).count;
-      units = (splits + unit - 1) / unit;
-      items = (2 * work_of(kv_length, window) * pieces + all) / (2 * all);
-      items = larger_int(1, smaller_int(units, items));
-    }
+    const int kv_length = sequence < decodes ? kv_lengths[sequence] : 0;
+    const int splits = sequence < decodes ? splits_of(kv_length, window).count : 0;
+    const int units = (splits + unit - 1) / unit;
+    const int items = all <= pieces ? units : (units * pieces + all - 1) / all;
     int total;
     const int place = listed + sum_before(items, total);
     for (int i = 0; i < items; ++i) {

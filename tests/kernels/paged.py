@@ -188,14 +188,6 @@ def token_items(lengths: Sequence[int], counts: Sequence[int], window: int = 0) 
     ]
 
 
-def ring_bytes(entry: str, tier: str | None, stages: int) -> int:
-    """Dynamic shared memory of attention_decode: of each of four warps, stages of 16 keys and values, and of their scales."""
-    if tier is None or tier < "t80" or "_any_" in entry:
-        return 0
-    width = int(entry.split("_d")[2].split("_")[0])
-    return 4 * stages * (2 * 16 * width + 1024 if "e4m3" in entry else 2 * 16 * 2 * width)
-
-
 def prefill_items(lengths: Sequence[int], counts: Sequence[int], skip: int = 0) -> list[tuple[int, int, int, int]]:
     """(row, rows, position, sequence) of the last `counts` tokens of each sequence but for the first `skip`."""
     starts = np.cumsum([0, *counts]).tolist()

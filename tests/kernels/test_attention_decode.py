@@ -10,22 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kernels_ptx.build import ROOTS, read_manifest
-from rvllm.backend.cuda.lower import decode_ring
 from tests.kernels.device import Argument, Device
 from tests.kernels.elements import Bits, Element, poison
-from tests.kernels.paged import (
-    NO_BLOCK,
-    Paged,
-    Shape,
-    bound,
-    decode_items,
-    paged,
-    ring_bytes,
-    splits_of,
-    token_items,
-    work_list,
-)
+from tests.kernels.paged import NO_BLOCK, Paged, Shape, bound, decode_items, paged, splits_of, token_items, work_list
 
 STEM = "attention_decode"
 RNG = np.random.default_rng(11)
@@ -74,7 +61,6 @@ def run(
     lent: tuple[np.ndarray, np.ndarray] | None = None,
     most: int = 1,
     spare: int = 1,
-    stages: int = 2,
 ) -> Bits:
     """`most` splits an item; the items are in no order that means anything, and `spare` blocks find none."""
     shape, sequences = held.shape, len(held.lengths)
@@ -85,9 +71,8 @@ def run(
     blocks = max(1, len(items) + spare)
     work = work_list([items[place] for place in RNG.permutation(len(items))], blocks)
     args: list[Argument] = [q, *held.cached, held.tables, work, out, workspace, counters]
-    args += [*held.arguments, shape.scale, window, stages]
-    name = entry(stem, element, shape)
-    device.run(stem, name, (blocks, packs(shape)), 128, args, ring_bytes(name, tier, stages), tier=tier)
+    args += [*held.arguments, shape.scale, window]
+    device.run(stem, entry(stem, element, shape), (blocks, packs(shape)), 128, args, tier=tier)
     assert not counters.any()
     return out
 
@@ -156,28 +141,6 @@ def test_a_warp_alone_gives_a_split_the_bits_that_four_give_it(
         assert np.array_equal(run(device, element, q, held, window, tier=tier, most=most), first), most
 
 
-@pytest.mark.parametrize("codes", [False, True], ids=["values", "codes"])
-@pytest.mark.parametrize(
-    ("shape", "lengths", "window"),
-    [
-        (Shape(3, 1, 64, block=32), [1, 40, 530, 777], 0),
-        (Shape(2, 1, 128), [133, 650], 400),
-        (Shape(1, 1, 256), [300], 0),
-    ],
-    ids=str,
-)
-def test_how_many_tiles_are_on_their_way_changes_no_bits(
-    device: Device, element: Element, tier: str, codes: bool, shape: Shape, lengths: list[int], window: int
-) -> None:
-    """Walks of no tile, of fewer than there are stages, over many rounds, and with none in the first (650 of 400)."""
-    held = paged(RNG, element, shape, lengths, codes=codes)
-    q = queries(element, shape, len(lengths))
-    first = run(device, element, q, held, window, tier=tier, stages=1)
-    check(element, q, held, window, first)
-    for stages, most in ((1, 5), (2, 3), (3, 1), (3, 7), (4, 1), (4, 5)):
-        assert np.array_equal(run(device, element, q, held, window, tier=tier, most=most, stages=stages), first), stages
-
-
 def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch(device: Device, element: Element, tier: str) -> None:
     shape, lengths = Shape(7, 1, 64), [300, 5, 0, 129]
     held = paged(RNG, element, shape, lengths)
@@ -201,9 +164,9 @@ def test_a_token_of_a_prompt_has_the_bits_that_it_has_when_its_sequence_ends_wit
     items = decode_items(lengths[:1]) + token_items(lengths, counts)
     work = work_list([items[place] for place in RNG.permutation(len(items))], len(items))
     args: list[Argument] = [q, *held.cached, held.tables, work, out, workspace, counters, *held.arguments]
-    name, grid = entry(held.over(STEM), element, shape), (len(items), packs(shape))
-    shared = ring_bytes(name, tier, 3)
-    device.run(held.over(STEM), name, grid, 128, [*args, shape.scale, 0, 3], shared, tier=tier)
+    stem = held.over(STEM)
+    grid = (len(items), packs(shape))
+    device.run(stem, entry(stem, element, shape), grid, 128, [*args, shape.scale, 0], tier=tier)
     for row, (sequence, length) in enumerate([(0, 260), (1, 198), (1, 199), (1, 200)]):
         one = replace(held, lengths=np.array([length], dtype=np.int32), tables=held.tables[sequence : sequence + 1])
         assert np.array_equal(run(device, element, q[row : row + 1], one, tier=tier)[0], out[row]), row
@@ -277,21 +240,3 @@ def test_a_scale_that_is_no_number_is_not_hidden(device: Device, element: Elemen
     held.scales[part, held.tables[0, 1], :, 3] = np.nan
     out = run(device, element, queries(element, held.shape, 1), held, tier=tier)
     assert np.all(np.isnan(element.decode(out)))
-
-
-# ---- The launch
-
-
-@pytest.mark.parametrize(("of_gpu", "target", "most"), [("t80", "sm_120", 99), ("t90a", "sm_90", 227)])
-@pytest.mark.parametrize("codes", [False, True], ids=["values", "codes"])
-@pytest.mark.parametrize("width", WIDTHS)
-def test_the_ring_that_a_launch_asks_for_fits(codes: bool, width: int, of_gpu: str, target: str, most: int) -> None:
-    """Into what a block may have on the smallest GPU of a tier; up to width 128, two of a multiprocessor of t90a."""
-    stem = f"{STEM}_e4m3" if codes else STEM
-    stages, dynamic = decode_ring(f"d{width}", of_gpu, codes=codes)
-    name = f"{stem}_d{width}_bf16"
-    assert 1 <= stages <= 4 and dynamic == ring_bytes(name, "t80", stages)
-    record = read_manifest(ROOTS[0])[f"ptx/t90/{stem}.ptx"]
-    blocks = 2 if of_gpu == "t90a" and width <= 128 else 1
-    assert blocks * (dynamic + record["assembled"][target][name]["shared_bytes"] + 1024) <= (most + 1) * 1024
-    assert decode_ring("any", of_gpu, codes=codes) == decode_ring(f"d{width}", "t75", codes=codes) == (0, 0)

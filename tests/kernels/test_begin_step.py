@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -140,7 +139,7 @@ class State:
         assert keys == sorted(keys, reverse=True)
 
     def check_decodes(self, step: Sequences, group: int, window: int) -> None:
-        """Every split of every sequence once, in about PIECES items by its keys, of fours where there are enough of those."""
+        """Every split of every sequence once, in about PIECES items, four an item where there are enough of those."""
         found = listed(self.decode_work[group])
         if self.room == 0:
             tokens = token_items(step.kv_lengths, step.counts, window)
@@ -158,20 +157,14 @@ class State:
             for split in range(first, end)
         ]
         assert single == decode_items(lengths, window)
-        splits = [splits_of(length, window) for length in lengths]
-        seen = [min(length, window or length) for length in lengths]
-        work = [-(-keys // 128) for keys in seen]
-        # Two thirds of a block for each half of PIECES: then a warp takes a split alone, and items have whole fours.
-        unit = 4 if 3 * sum(-(-count // 4) for count in splits) >= PIECES else 1
-        assert len(found) <= PIECES + step.decodes
-        for sequence, (count, share) in enumerate(zip(splits, work)):
-            own = [ends for (_, owner, _, _), ends in zip(found, ranges) if owner == sequence]
-            units = -(-count // unit)
-            wanted = math.floor(share * PIECES / sum(work) + 0.5)
-            assert len(own) == max(1, min(units, wanted)), (count, share)
-            assert all(first % unit == 0 for first, _ in own)
-            sizes = [-(-(end - first) // unit) for first, end in own]  # as even as whole units can be
-            assert max(sizes) - min(sizes) <= 1
+        counts = [splits_of(length, window) for length in lengths]
+        fours = sum(-(-count // 4) for count in counts)
+        unit = 4 if fours * 8 >= PIECES else 1
+        units = fours if unit == 4 else sum(counts)
+        assert len(found) == units if units <= PIECES else len(found) <= PIECES + step.decodes
+        assert all(first % unit == 0 and end > first for first, end in ranges)
+        share = units / PIECES  # as even as whole units can be
+        assert all(end - first < (share + 1) * unit for first, end in ranges)
 
 
 def listed(work: Int32) -> list[tuple[int, ...]]:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.kernels import shim
 from tests.kernels.elements import ELEMENTS
-from tests.kernels.paged import Shape, decode_items, paged, ring_bytes, token_items, work_list
+from tests.kernels.paged import Shape, decode_items, paged, token_items, work_list
 
 RNG = np.random.default_rng(31)
 BF16 = ELEMENTS[1]
@@ -44,7 +44,7 @@ class Call:
         return self.out.copy()
 
 
-def attention(head_dim: int, stages: int) -> Call:
+def attention(head_dim: int) -> Call:
     """Sequences whose newest key and value are late; one has four splits for an item, and one block finds no item."""
     shape, lengths = Shape(3, 1, head_dim, block=32), [35, 128, 520]
     held = paged(RNG, BF16, shape, lengths)
@@ -54,10 +54,9 @@ def attention(head_dim: int, stages: int) -> Call:
     workspace, counters = np.zeros(3 * 3 * 32 * (head_dim + 2), dtype=np.float32), np.zeros(3, dtype=np.uint32)
     last = [(held.tables[i, (n - 1) // 32], (n - 1) % 32) for i, n in enumerate(lengths)]
     newest = [held.cache[side, page, 0, place] for page, place in last for side in (0, 1)]
-    args = [q, *held.cached, held.tables, work, out, workspace, counters, *held.arguments, shape.scale, 0, stages]
+    args = [q, *held.cached, held.tables, work, out, workspace, counters, *held.arguments, shape.scale, 0]
     entry = f"attention_decode_d{head_dim}_bf16"
-    shared = ring_bytes(entry, "t90", stages)
-    return Call("attention_decode", entry, (len(items) + 1, 1), 128, args, out, [q, *newest], shared)
+    return Call("attention_decode", entry, (len(items) + 1, 1), 128, args, out, [q, *newest])
 
 
 def chunk_of_a_prompt() -> Call:
@@ -70,9 +69,8 @@ def chunk_of_a_prompt() -> Call:
     workspace, counters = np.zeros(3 * 32 * 66, dtype=np.float32), np.zeros(1, dtype=np.uint32)
     pages = [(held.tables[0, 15], slice(0, 32)), (held.tables[0, 16], slice(0, 8))]
     newest = [held.cache[side, page, 0, places] for page, places in pages for side in (0, 1)]
-    args = [q, *held.cached, held.tables, work, out, workspace, counters, *held.arguments, shape.scale, 0, 4]
-    entry = "attention_decode_d64_bf16"
-    return Call("attention_decode", entry, (count, 1), 128, args, out, [q, *newest], ring_bytes(entry, "t90", 4))
+    args = [q, *held.cached, held.tables, work, out, workspace, counters, *held.arguments, shape.scale, 0]
+    return Call("attention_decode", "attention_decode_d64_bf16", (count, 1), 128, args, out, [q, *newest])
 
 
 def product(stem: str, depth: int) -> Call:
@@ -92,10 +90,8 @@ def norm() -> Call:
 
 
 CALLS = {
-    "attention, 64": lambda: attention(64, 4),
-    "attention, 128": lambda: attention(128, 3),
-    "attention, 128, two stages": lambda: attention(128, 2),
-    "attention, 256, one stage": lambda: attention(256, 1),
+    "attention, 64": lambda: attention(64),
+    "attention, 128": lambda: attention(128),
     "attention, a chunk of a prompt": chunk_of_a_prompt,
     "linear, two stages early": lambda: product("linear", 8 * 32 * 6),
     "linear, all stages early": lambda: product("linear", 8 * 32 * 13),

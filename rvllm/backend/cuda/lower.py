@@ -38,12 +38,6 @@ WIDE_TOKENS = 32  # beyond, warpgroups multiply where there are any
 WIDE_SLOTS, WIDE_SHARED_BYTES = 128, {64: 99328, 128: 197632, 256: 197632}  # of a tile of gemm_t90a
 WIDE_MULTIPROCESSORS = 144  # no GPU of tier t90a has more
 ALONE_SHARED_BYTES = 116 << 10  # more than half of what a multiprocessor of tier t90a has
-# Tiles that a warp of attention_decode has on their way, by width: of a cache in the activations' format, and of codes.
-# On a multiprocessor of tier t90a two blocks fit (of width 256, one); elsewhere a block has 99 KB at most.
-DECODE_STAGES = {
-    "t90a": ({64: 4, 128: 3, 256: 2}, {64: 4, 128: 4, 256: 2}),
-    "t80": ({64: 4, 128: 2, 256: 1}, {64: 4, 128: 4, 256: 2}),
-}
 WIDTH_A_BLOCK = 2048  # elements of a row that one block of the element-wise kernels does
 FUSIONS = frozenset({"linear_add", "linear_act_mul"})
 """The fused kernels there are."""
@@ -325,11 +319,9 @@ def _(op: Attention, target: Target) -> list[Launch]:
     queries = bucket.tokens if target.batch_invariant else bucket.sequences
     grid = (min(MOST_SPLITS * queries, pieces + queries), _packs(op))
     stem = _over("attention_decode", op.cache)
-    build = _build_for(head_dim, (64, 128, 256))
-    stages, shared = decode_ring(build, target.tier, codes=op.cache.dtype is E4M3)
-    entry = f"{stem}_{build}_{suffix(op.out.dtype)}"
-    values = (*cached, address(f"decode_work.{group}"), out, target.workspace, target.counters, *shape, stages)
-    decode = Launch(stem, entry, grid, 128, shared, values)
+    entry = f"{stem}_{_build_for(head_dim, (64, 128, 256))}_{suffix(op.out.dtype)}"
+    values = (*cached, address(f"decode_work.{group}"), out, target.workspace, target.counters, *shape)
+    decode = Launch(stem, entry, grid, 128, 0, values)
     if target.batch_invariant or not bucket.prefills:
         return [decode]
     # Every sequence may leave a part of a tile. Blocks for more than a few of them would mostly find nothing to do.
@@ -342,19 +334,10 @@ def _(op: Attention, target: Target) -> list[Launch]:
     return [decode, Launch(stem, entry, grid, 128, shared, values)]
 
 
-def decode_ring(build: str, tier: str, *, codes: bool) -> tuple[int, int]:
-    """(stages, bytes of shared memory) of the ring that attention_decode has its tiles in; 0, 0 where it has none."""
-    if build == "any" or tier < "t80":
-        return 0, 0
-    width = int(build[1:])
-    stages = DECODE_STAGES["t90a" if tier == "t90a" else "t80"][codes][width]
-    return stages, 4 * stages * (32 * width + 1024 if codes else 64 * width)
-
-
 def decode_pieces(op: Attention, multiprocessors: int) -> int:
-    """Items of decoding that fill the GPU, by two blocks a multiprocessor. Its list has no more than these and one more
-    for each sequence (or, where tokens of prompts are in it, for each token)."""
-    return _covering(2 * multiprocessors, _packs(op))
+    """Items of decoding that fill the GPU. Its list has no more than these and one more for each sequence (or, where
+    tokens of prompts are in it, for each token)."""
+    return _covering(8 * multiprocessors, _packs(op))
 
 
 def _packs(op: Attention) -> int:
