@@ -298,11 +298,14 @@ void load_matrices(uint32 (&to)[2], const void* row) {
 }
 
 // A copy happens as late as it may, and until then its target is poison: a missing wait reads that, and a source that
-// is overwritten too early is copied wrong.
+// is overwritten too early is copied wrong. In the reverse schedule it happens at once: then what is written over its
+// target too early stays there.
 template <int BYTES>
 void copy_async_few(void* to, const void* from, int valid) {
   memset(shim::aligned(to, BYTES), shim::POISON, BYTES);
-  shim::current_thread().copies.back().push_back({to, shim::aligned(from, BYTES), valid, BYTES});
+  const shim::Copy copy = {to, shim::aligned(from, BYTES), valid, BYTES};
+  if (shim::machine.launch->schedule == shim::REVERSE) return shim::finish({copy});
+  shim::current_thread().copies.back().push_back(copy);
 }
 DEVICE void copy_async(void* to, const void* from, int valid = 16) { copy_async_few<16>(to, from, valid); }
 DEVICE void copy_async_once(void* to, const void* from, int valid = 16) { copy_async(to, from, valid); }
