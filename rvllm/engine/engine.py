@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from bisect import insort
 from contextlib import suppress
 from dataclasses import replace
@@ -122,7 +123,19 @@ class Engine:
         self._settle()
 
     def step(self) -> list[TokenEvent]:
-        """Go on by one step; the new tokens of the sequences that got one."""
+        """Go on by one step; the new tokens of the sequences that got one.
+
+        Garbage is collected before or after, not meanwhile: a pause would be one of every sequence.
+        """
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return self._step()
+        finally:
+            if collects:
+                gc.enable()
+
+    def _step(self) -> list[TokenEvent]:
         if self._flight is None:
             self._flight = self._take_off()
         landing = self._flight
