@@ -15,6 +15,8 @@ struct Words8 {
     return i & 4 ? (i & 2 ? d : c) : (i & 2 ? b : a);
   }
 };
+// The i-th of the sixteen halves.
+DEVICE uint32 half_of(const Words8& words, int i) { return words.at(i / 2) >> (i % 2 * 16) & 0xffffu; }
 DEVICE uint64 upper_product(uint64 a, uint64 b) {
   const uint64 a_low = uint32(a), a_high = a >> 32, b_low = uint32(b), b_high = b >> 32;
   const uint64 middle = a_high * b_low + (a_low * b_low >> 32);
@@ -53,6 +55,15 @@ DEVICE Bits random_bits(int64 seed, uint32 position, int block) {
 DEVICE float unit_float(uint32 bits) {
   const float spread = fused_multiply_add(float(bits), 0x1p-32f, 0x1p-33f);
   return spread < 0x1.fffffep-1f ? spread : 0x1.fffffep-1f;
+}
+
+// ---- Bounds of scores, in powers of two and without the best logit: found while that is still looked for, by the upper
+// half of the bits alone. Since g < -ln(v), log2(v) >= log2(half) - 16, and a logarithm is above what the bits of a float
+// say, linear between powers of two, they are bounds from above; of half 0, which says little, too.
+DEVICE float score_scale(float temperature) { return 0x1.715476p+0f / temperature; }
+DEVICE float score_bound(float logit, float scale, uint32 half) {
+  const float exact = float_of(0x4b000000u | half) - 0x1p23f;
+  return fused_multiply_add(logit, scale, fused_multiply_add(float(int(bits_of(exact))), -0x1p-23f, 143.0f));
 }
 
 // The best score x + g and its id.
@@ -119,13 +130,15 @@ DEVICE Draw draw_between(const Row& row, const Parameters& p, uint32 position, f
   return draw;
 }
 
+DEVICE void see_token(Draw& draw, const Parameters& p, uint32 position, float best, int id, float logit) {
+  const Bits bits = random_bits(p.seed, position, id / BLOCK_IDS);
+  draw.see(id, scaled(logit, best, p.temperature), unit_float(bits.of(id % BLOCK_IDS)));
+}
+
 DEVICE Draw draw_listed(const Search& search, const Ranks& ranks, const Parameters& p, uint32 position, float best,
                         uint64 cut) {
   Draw draw = no_draw();
-  visit_ranks(search, ranks, cut, [&](uint64 rank) {
-    const int id = id_of(rank);
-    const Bits bits = random_bits(p.seed, position, id / BLOCK_IDS);
-    draw.see(id, scaled(logit_of(rank), best, p.temperature), unit_float(bits.of(id % BLOCK_IDS)));
-  });
+  visit_ranks(search, ranks, cut,
+              [&](uint64 rank) { see_token(draw, p, position, best, id_of(rank), logit_of(rank)); });
   return draw;
 }
