@@ -29,6 +29,7 @@
 // assumes: logits and workspace start on 16 bytes, parameters on 8; vocab_limit <= vocab; rows <= 65535; no two rows with
 //   edits have one slot.
 // tiers: t70 t90
+// spills: at most 512 bytes
 #include "sample_scan.cuh"
 
 DEVICE void write_token(const Parameters& p, int row, int token, int words, int* tokens, int* next_ids) {
@@ -54,7 +55,7 @@ DEVICE Weights raw_weights(const Parameters& p) { return {false, 0.0f, 1.0f, 1.0
 DEVICE uint64 bound_of(Search& search, const float* maxima, int groups, int limit, uint64 floor, const Weights& weights,
                        uint64 wanted) {
   if (limit <= LISTED) return floor;
-  Ranks ranks = whole_row(raw_row(maxima, groups, (limit + GROUP - 1) / GROUP));
+  Ranks ranks = whole_row(raw_row(maxima, groups, groups_of(limit)));
   const uint64 cut = cut_of(search, ranks, floor, weights, wanted, nullptr);
   return cut == NO_CUT ? cut : larger_rank(cut & ~0xffffffffull, floor);
 }
@@ -123,26 +124,29 @@ DEVICE Slices slice_of(int limit) {
   return {begin, begin + each < limit ? begin + each : limit};
 }
 
-KERNEL(256)
+DEVICE Look look_of(const Workspace& work, const Parameters& p, const float* raw, uint32 position, int vocab,
+                    int limit) {
+  Look look = {raw, vocab, limit, nullptr, nullptr, false, p.logprobs >= 0, 0.0f, position, p.seed, is_edited(p)};
+  if (is_drawn(p)) look.maxima = work.maxima;
+  if (p.logprobs > 0) look.raw_maxima = work.maxima + work.groups;
+  look.scores = is_drawn(p) && !selects(p, limit);
+  if (look.scores) look.scale = score_scale(p.temperature);
+  return look;
+}
+
+// Blocks of 256, with registers for three of them.
+KERNEL(1024)
 void sample_scan(const float* logits, const void* parameters, const uint32* positions, unsigned char* workspace,
                  uint32* counters, int* tokens, int* next_ids, int rows, int vocab, int vocab_limit) {
   SHARED_ARRAY(Edits, edits, 1);
   begin_grid();
   const int row = block_y();
   const Slices own = slice_of(vocab_limit);
-  const Parameters p = parameters_of(parameters, rows, row);
   const Workspace work = workspace_of(workspace, rows, row, vocab_limit);
   const float* raw = logits + int64(row) * vocab;
-
-  Look look = {raw, vocab, vocab_limit, nullptr, nullptr, false, p.logprobs >= 0, 0.0f, 0};
-  if (is_drawn(p)) look.maxima = work.maxima;
-  if (p.logprobs > 0) look.raw_maxima = work.maxima + work.groups;
-  if (is_drawn(p) && !selects(p, vocab_limit)) {
-    look.scores = true;
-    look.scale = score_scale(p.temperature);
-    look.position = positions[row];
-  }
-  const Seen seen = scan(*edits, look, p, own.begin, own.end);
+  const Look look = look_of(work, parameters_of(parameters, rows, row), raw, positions[row], vocab, vocab_limit);
+  const Seen seen = scan(*edits, look, parameters, rows, row, own.begin, own.end);
+  const Parameters p = parameters_of(parameters, rows, row);
   Slice slice = {};
   slice.best = block_joined(seen.best.rank(), larger_rank);
   if (look.raws) slice.raw_best = block_joined(seen.raw.rank(), larger_rank);
@@ -267,87 +271,95 @@ DEVICE uint64 kept_from(Search& search, Ranks& ranks, const Parameters& p, float
                         const Histogram* counted) {
   const bool by_count = cuts_by_count(p, ranks.row.limit);
   uint64 cut = lowest;
-  if (by_count) {
-    const uint64 found = cut_of(search, ranks, lowest, weights_of(p, best, false), 0, counted);
+  NO_UNROLL
+  for (int step = by_count ? 0 : 1; step < (p.top_p < 1.0 ? 2 : 1); ++step) {
+    const Weights weights = weights_of(p, best, step == 1);
+    const uint64 found = cut_of(search, ranks, cut, weights, by_count ? 0 : weights.wanted(mass), counted);
+    if (found == NO_CUT && step == 1) return NO_CUT;
     if (found != NO_CUT) cut = found;
+    counted = nullptr;
   }
-  if (p.top_p == 1.0) return cut;
-  const Weights weights = weights_of(p, best, true);
-  return cut_of(search, ranks, cut, weights, by_count ? 0 : weights.wanted(mass), by_count ? nullptr : counted);
+  return cut;
 }
 
-// Lists the tokens of a short row that can matter, and finds the cut among them. False: they are too many.
-DEVICE bool take_few(Search& search, Ranks& ranks, const Workspace& work, const Parameters& p, State& state) {
-  const int limit = ranks.row.limit, groups = (limit + GROUP - 1) / GROUP;
-  if (!(state.mode & OPEN)) return false;
-  uint64 bound = limit <= LISTED ? uint64(NO_CUT) : bound_of_few(search, work.maxima, groups, p.top_k);
-  bound = bound == NO_CUT ? state.cut : larger_rank(bound, state.cut);
-  const bool whole = gather(search, ranks, work.maxima, groups, logit_of(bound), bound);
-  state.bounds[0] = bound;
-  state.listed[0] = search.listed;
-  if (!whole) return false;
-  const float best = logit_of(state.best);
-  state.cut = search.listed <= FEW ? cut_of_few(search, weights_of(p, best, true), p.top_k)
-                                   : kept_from(search, ranks, p, best, bound, 0, nullptr);
-  return true;
-}
-
-// Lists those tokens of a row without top_k and top_p that can have the best score. False: they are too many.
-DEVICE bool take_leaders(Search& search, Ranks& ranks, const Workspace& work, const Parameters& p, uint32 position,
+// Of a row without top_k and top_p: what is kept of the groups of tokens that can have the best score is not less.
+DEVICE float least_bound(const Workspace& work, const Row& row, const Parameters& p, uint32 position, float scale,
                          const State& state) {
-  const int limit = ranks.row.limit, groups = (limit + GROUP - 1) / GROUP;
-  const float best = logit_of(state.best), scale = score_scale(p.temperature), top = best * scale;
-  if (!(state.mode & OPEN) || !(larger(top, -top) < 0x1p20f)) return false;
+  const float best = logit_of(state.best), top = best * scale;
   Best highest;
-  raw_row(work.maxima, 4, groups).visit<4>(0, groups, [&](int group, float bound) { highest.see(group, bound); });
+  NO_UNROLL
+  for (int group = thread_index(); group < groups_of(row.limit); group += thread_count()) {
+    highest.see(group, work.maxima[group]);
+  }
   // The score of one of the best, and so the best one's at least: the best token is kept whatever min_p takes away.
   const int leader = id_of(block_joined(highest.rank(), larger_rank));
   const int id = GROUP * (thread_index() < GROUP ? leader : id_of(state.best)) + thread_index() % GROUP;
   Draw draw = no_draw();
-  if (thread_index() < 2 * GROUP && id < limit) {
-    const float logit = ranks.row.one(id);
+  if (thread_index() < 2 * GROUP && id < row.limit) {
+    const float logit = row.one(id);
     if (rank_of(logit, id) >= state.cut) see_token(draw, p, position, best, id, logit);
   }
   draw = block_draw(draw);
   // What rounding does to bounds of tokens that are near the best one, and more.
   const float error = (larger(top, -top) + 64.0f) * 0x1p-20f + 0x1p-6f;
-  const float least = float(draw.score * 0x1.71547652b82fep+0 + double(best) * double(scale)) - error;
-  return gather(search, ranks, work.maxima, groups, least, state.cut);
+  return float(draw.score * 0x1.71547652b82fep+0 + double(best) * double(scale)) - error;
 }
 
+// Finds the cut of a row and draws; leaves the cut in `state`.
 DEVICE Draw pick(Search& search, const Workspace& work, const Row& row, const Parameters& p, uint32 position,
                  State& state) {
-  const float best = logit_of(state.best);
+  const float best = logit_of(state.best), scale = score_scale(p.temperature), top = best * scale;
+  const bool few = is_short(p, row.limit), all = !selects(p, row.limit);
   Ranks ranks = whole_row(row);
-  if (is_short(p, row.limit)) {
-    if (!take_few(search, ranks, work, p, state)) {
-      state.cut = kept_from(search, ranks, p, best, state.cut, 0, nullptr);
+  uint64 lowest = state.cut;
+  bool is_cut = all;
+  if (state.mode & OPEN && (few || (all && larger(top, -top) < 0x1p20f))) {
+    float least = 0.0f;
+    if (all) {
+      least = least_bound(work, row, p, position, scale, state);
+    } else {
+      if (row.limit > LISTED) lowest = bound_of_few(search, work.maxima, groups_of(row.limit), p.top_k, lowest);
+      least = logit_of(lowest);
     }
-  } else if (!selects(p, row.limit)) {
-    take_leaders(search, ranks, work, p, position, state);
-  } else {
-    uint64 cut = NO_CUT;
-    if (!(state.mode & FLAT)) take_list(search, ranks, work.list, state.listed[0], LONG_LIST, state.bounds[0]);
-    if (ranks.far != nullptr) cut = kept_from(search, ranks, p, best, state.bounds[0], state.mass, nullptr);
-    if (cut == NO_CUT) {
-      ranks = whole_row(row);
-      cut = kept_from(search, ranks, p, best, state.cut, state.mass, state.mode & FLAT ? work.histogram : nullptr);
+    const bool whole = gather(search, ranks, work.maxima, groups_of(row.limit), least, lowest);
+    state.bounds[0] = lowest;
+    state.listed[0] = search.listed;
+    if (whole && few && search.listed <= FEW) {
+      state.cut = cut_of_few(search, weights_of(p, best, true), p.top_k);
+      is_cut = true;
     }
-    state.cut = cut;
+    if (!whole) lowest = state.cut;
+  } else if (state.mode & LISTS && !(state.mode & FLAT)) {
+    take_list(search, ranks, work.list, state.listed[0], LONG_LIST, state.bounds[0]);
+    if (ranks.far != nullptr) lowest = state.bounds[0];
   }
-  return ranks.far != nullptr || ranks.listed_from <= state.cut
-             ? draw_listed(search, ranks, p, position, best, state.cut)
-             : draw_between(row, p, position, best, state.cut, 0, row.limit);
+  NO_UNROLL
+  while (!is_cut) {
+    const Histogram* counted = state.mode & FLAT ? work.histogram : nullptr;
+    const uint64 found = kept_from(search, ranks, p, best, lowest, state.mass, counted);
+    is_cut = found != NO_CUT || lowest == state.cut;
+    if (is_cut) {
+      state.cut = found;
+    } else {
+      ranks = whole_row(row);
+      lowest = state.cut;
+    }
+  }
+  if (!has_list(ranks, state.cut)) return draw_all(row, p, position, best, state.cut);
+  Draw draw = no_draw();
+  visit_list(search, ranks, state.cut,
+             [&](uint64 rank) { see_token(draw, p, position, best, id_of(rank), logit_of(rank)); });
+  return draw;
 }
 
 // The best `logprobs` raw logits of a row, in order.
 DEVICE void list_best(Search& search, const Workspace& work, const Row& row, const Parameters& p, State& state,
                       double log_sum, int* ids, float* logprobs) {
-  const int groups = (row.limit + GROUP - 1) / GROUP;
+  const int groups = groups_of(row.limit);
   const float* maxima = work.maxima + work.groups;
   Ranks ranks = whole_row(row);
-  uint64 cut = row.limit <= LISTED ? uint64(NO_CUT) : bound_of_few(search, maxima, groups, p.logprobs);
-  if (cut == NO_CUT) cut = LOWEST_RANK;
+  uint64 cut = LOWEST_RANK;
+  if (row.limit > LISTED) cut = bound_of_few(search, maxima, groups, p.logprobs, cut);
   const bool whole = gather(search, ranks, maxima, groups, logit_of(cut), cut);
   state.listed[1] = search.listed;
   if (!whole || search.listed > FEW) {
@@ -361,7 +373,7 @@ DEVICE void list_best(Search& search, const Workspace& work, const Row& row, con
     logprobs[i] = minus_infinite();
   }
   sync_block();
-  visit_ranks(search, ranks, cut, [&](uint64 rank) {
+  visit_list(search, ranks, cut, [&](uint64 rank) {
     const float x = scaled(logit_of(rank), state.raw_best, 1.0f);
     if (bits_of(x) == (INFINITE | 0x80000000u)) return;
     int place = 0;

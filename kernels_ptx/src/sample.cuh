@@ -164,6 +164,7 @@ struct Workspace {
   int groups;
 };
 
+DEVICE int groups_of(int limit) { return (limit + GROUP - 1) / GROUP; }
 DEVICE int units_of(int limit) { return (limit + UNIT - 1) / UNIT; }
 DEVICE Workspace workspace_of(unsigned char* base, int rows, int row, int limit) {
   const int units = units_of(limit), groups = units * (UNIT / GROUP);

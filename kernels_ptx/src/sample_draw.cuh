@@ -102,29 +102,27 @@ DEVICE Draw block_draw(Draw mine) {
   return warp_draw(parts[lane_index() < warp_count() ? lane_index() : 0]);
 }
 
-// The best draw among the tokens of this thread's part of [begin, end) from the cut on.
-DEVICE Draw draw_between(const Row& row, const Parameters& p, uint32 position, float best, uint64 cut, int begin,
-                         int end) {
+// The best draw among those of the row's tokens from the cut on that this thread has.
+DEVICE Draw draw_all(const Row& row, const Parameters& p, uint32 position, float best, uint64 cut) {
   Draw draw = no_draw();
   NO_UNROLL
-  for (int first = begin + BLOCK_IDS * thread_index(); first < end; first += BLOCK_IDS * thread_count()) {
-    float logit[BLOCK_IDS];
+  for (int first = BLOCK_IDS * thread_index(); first < row.limit; first += BLOCK_IDS * thread_count()) {
     uint32 kept = 0;
-    UNROLL
-    for (int part = 0; part < BLOCK_IDS / 4; ++part) {
-      const int from = first + 4 * part;
-      const Four four = from < end ? row.four(from) : Four{};
+    NO_UNROLL
+    for (int part = 0; part < BLOCK_IDS && first + part < row.limit; part += 4) {
+      const Four four = row.four(first + part);
       UNROLL
       for (int i = 0; i < 4; ++i) {
-        logit[4 * part + i] = four.at[i];
-        if (from + i < end && rank_of(four.at[i], from + i) >= cut) kept |= 1u << (4 * part + i);
+        const int id = first + part + i;
+        if (id < row.limit && rank_of(four.at[i], id) >= cut) kept |= 1u << (part + i);
       }
     }
     if (kept == 0) continue;
     const Bits bits = random_bits(p.seed, position, first / BLOCK_IDS);
-    UNROLL
-    for (int i = 0; i < BLOCK_IDS; ++i) {
-      if (kept >> i & 1) draw.see(first + i, scaled(logit[i], best, p.temperature), unit_float(bits.of(i)));
+    NO_UNROLL
+    for (; kept != 0; kept &= kept - 1) {
+      const int i = lowest_bit(kept);
+      draw.see(first + i, scaled(row.one(first + i), best, p.temperature), unit_float(bits.of(i)));
     }
   }
   return draw;
@@ -133,12 +131,4 @@ DEVICE Draw draw_between(const Row& row, const Parameters& p, uint32 position, f
 DEVICE void see_token(Draw& draw, const Parameters& p, uint32 position, float best, int id, float logit) {
   const Bits bits = random_bits(p.seed, position, id / BLOCK_IDS);
   draw.see(id, scaled(logit, best, p.temperature), unit_float(bits.of(id % BLOCK_IDS)));
-}
-
-DEVICE Draw draw_listed(const Search& search, const Ranks& ranks, const Parameters& p, uint32 position, float best,
-                        uint64 cut) {
-  Draw draw = no_draw();
-  visit_ranks(search, ranks, cut,
-              [&](uint64 rank) { see_token(draw, p, position, best, id_of(rank), logit_of(rank)); });
-  return draw;
 }

@@ -51,24 +51,19 @@ DEVICE bool has_nan(const Eight& eight) {
   return found;
 }
 
-// visit(id) for this thread's part of the edited and allowed ids of a word.
-template <typename Visit>
-DEVICE void visit_edited(const Parameters& p, int word, int end, int words, Visit visit) {
-  const int ids = end - 32 * word;
-  uint32 left = edited_bits(p, word, words) & allowed_bits(p, word) & (ids < 32 ? (1u << ids) - 1 : ~0u);
-  NO_UNROLL
-  for (; left != 0; left &= left - 1) visit(32 * word + lowest_bit(left));
-}
 DEVICE void find_edits(Edits& edits, const Parameters& p, int begin, int end, int words) {
   if (thread_index() == 0) edits.count = 0;
   sync_block();
   NO_UNROLL
   for (int word = begin / 32 + thread_index(); 32 * word < end; word += thread_count()) {
-    edits.hidden[word - begin / 32] = edited_bits(p, word, words) | ~allowed_bits(p, word);
-    visit_edited(p, word, end, words, [&](int id) {
+    const uint32 edited = edited_bits(p, word, words), allowed = allowed_bits(p, word);
+    edits.hidden[word - begin / 32] = edited | ~allowed;
+    uint32 left = edited & allowed & (end - 32 * word < 32 ? (1u << (end - 32 * word)) - 1 : ~0u);
+    NO_UNROLL
+    for (; left != 0; left &= left - 1) {
       const uint32 place = atomic_add(&edits.count, 1u);
-      if (place < EDITS) edits.ids[place] = id;
-    });
+      if (place < EDITS) edits.ids[place] = 32 * word + lowest_bit(left);
+    }
   }
   sync_block();
 }
@@ -92,6 +87,8 @@ struct Look {
   bool scores, raws;
   float scale;  // from logits to scores
   uint32 position;
+  int64 seed;
+  bool edited;
 };
 
 // Adds an edited logit. What the look has kept of its group is there, for this thread.
@@ -112,33 +109,33 @@ DEVICE void see_edited(Seen& seen, const Look& look, const Parameters& p, int id
   raise(look.maxima + id / GROUP, kept);
 }
 
-// The unedited logits of [begin, end), at most PART where there are edits: `edits` is null where there are none.
-DEVICE void see_groups(Seen& seen, const Look& look, const Parameters& p, const Edits* edits, int begin, int end) {
+// The unedited logits of [begin, end), at most PART where there are edits.
+template <bool SCORES>
+DEVICE void see_groups(Seen& seen, const Look& look, const Edits& edits, int begin, int end) {
   enum : int { LOADS = BLOCK_IDS / GROUP };
-  const int apart = look.scores ? 1 : thread_count(), last = (end + GROUP - 1) / GROUP;
+  const int apart = SCORES ? 1 : thread_count(), last = groups_of(end);
   const bool wide = look.vocab % 4 == 0;
   NO_UNROLL
-  for (int start = begin / GROUP + (look.scores ? LOADS : 1) * thread_index(); start < last;
+  for (int start = begin / GROUP + (SCORES ? LOADS : 1) * thread_index(); start < last;
        start += LOADS * thread_count()) {
     Eight eights[LOADS];
     UNROLL
     for (int j = 0; j < LOADS; ++j) eights[j] = load_group(look.raw, GROUP * (start + j * apart), end, wide);
     Words8 random = {};
-    if (look.scores) random = philox(p.seed, look.position, uint32(start / LOADS), 0);
+    if (SCORES) random = philox(look.seed, look.position, uint32(start / LOADS), 0);
     UNROLL
     for (int j = 0; j < LOADS; ++j) {
       const int group = start + j * apart;
-      if (group >= last) continue;
       Eight& eight = eights[j];
       seen.has_nan |= has_nan(eight);
       if (look.raws) {
         const float top = largest(eight);
         seen.raw.see(group, top);
-        if (look.raw_maxima != nullptr) look.raw_maxima[group] = top;
+        if (look.raw_maxima != nullptr && group < last) look.raw_maxima[group] = top;
       }
-      if (edits != nullptr) {
+      if (look.edited && group < last) {
         const int first = GROUP * group - begin;
-        const uint32 hidden = edits->hidden[first / 32] >> (first % 32);
+        const uint32 hidden = edits.hidden[first / 32] >> (first % 32);
         UNROLL
         for (int i = 0; i < GROUP; ++i) {
           if (hidden >> i & 1) eight.at[i] = minus_infinite();
@@ -146,9 +143,9 @@ DEVICE void see_groups(Seen& seen, const Look& look, const Parameters& p, const 
       }
       const float top = largest(eight);
       seen.best.see(group, top);
-      if (look.maxima == nullptr) continue;
+      if (look.maxima == nullptr || group >= last) continue;
       float kept = top;
-      if (look.scores) {
+      if (SCORES) {
         UNROLL
         for (int i = 0; i < GROUP; ++i) {
           const float bound = score_bound(eight.at[i], look.scale, half_of(random, GROUP * j + i));
@@ -160,30 +157,29 @@ DEVICE void see_groups(Seen& seen, const Look& look, const Parameters& p, const 
   }
 }
 
-DEVICE Seen scan(Edits& edits, const Look& look, const Parameters& p, int begin, int end) {
-  Seen seen = {};
-  if (!is_edited(p)) {
-    see_groups(seen, look, p, nullptr, begin, end);
-    seen.open = seen.best.logit > minus_infinite();
-    return seen;
-  }
+// The parameters are read anew for each part of the work: registers are scarce.
+DEVICE Seen scan(Edits& edits, const Look& look, const void* parameters, int rows, int row, int begin, int end) {
   const int words = words_of(look.vocab);
+  Seen seen = {};
   NO_UNROLL
   for (int from = begin; from < end; from += PART) {
-    const int to = from + PART < end ? from + PART : end;
-    find_edits(edits, p, from, to, words);
-    see_groups(seen, look, p, &edits, from, to);
+    const int to = look.edited && from + PART < end ? from + PART : end;
+    if (look.edited) find_edits(edits, parameters_of(parameters, rows, row), from, to, words);
+    if (look.scores) {
+      see_groups<true>(seen, look, edits, from, to);
+    } else {
+      see_groups<false>(seen, look, edits, from, to);
+    }
     seen.open |= seen.best.logit > minus_infinite();
+    if (!look.edited) return seen;
     sync_block();
-    const auto see = [&](int id) { see_edited(seen, look, p, id); };
-    const int listed = edits.count <= EDITS ? int(edits.count) : 0;
+    const Parameters p = parameters_of(parameters, rows, row);
+    const bool whole = edits.count <= EDITS;
     NO_UNROLL
-    for (int i = thread_index(); i < listed; i += thread_count()) see(edits.ids[i]);
-    if (edits.count > EDITS) {
-      NO_UNROLL
-      for (int word = from / 32 + thread_index(); 32 * word < to; word += thread_count()) {
-        visit_edited(p, word, to, words, see);
-      }
+    for (int i = thread_index(); i < (whole ? int(edits.count) : to - from); i += thread_count()) {
+      const int id = whole ? edits.ids[i] : from + i;
+      const uint32 edited_ids = edited_bits(p, id / 32, words) & allowed_bits(p, id / 32);
+      if (whole || edited_ids >> (id % 32) & 1) see_edited(seen, look, p, id);
     }
     sync_block();
   }
