@@ -48,40 +48,30 @@ DEVICE uint64 min_p_floor(const Parameters& p, float best) {
 DEVICE Weights weights_of(const Parameters& p, float best, bool by_mass) {
   return {by_mass, best, p.temperature, p.top_p, p.top_k};
 }
-DEVICE Weights raw_weights(const Parameters& p) { return {false, 0.0f, 1.0f, 1.0, p.logprobs}; }
+DEVICE Weights raw_weights(const Parameters& p, float best) { return {false, best, 1.0f, 1.0, p.logprobs}; }
 
-// A rank, at least `floor`, from which on the logits weigh `wanted` for sure, since the maxima of their groups do;
-// NO_CUT where those do not.
-DEVICE uint64 bound_of(Search& search, const float* maxima, int groups, int limit, uint64 floor, const Weights& weights,
-                       uint64 wanted) {
-  if (limit <= LISTED) return floor;
-  Ranks ranks = whole_row(raw_row(maxima, groups, groups_of(limit)));
-  const uint64 cut = cut_of(search, ranks, floor, weights, wanted, nullptr);
-  return cut == NO_CUT ? cut : larger_rank(cut & ~0xffffffffull, floor);
-}
-
-// From where on the tokens of a row that is weighed for top_k or top_p are listed.
+// From where on the tokens of a row that is weighed for top_k or top_p are listed; NO_CUT where they are too many.
 DEVICE uint64 draw_bound(Search& search, const Workspace& work, const Parameters& p, const State& state, int slices,
                          int limit) {
+  if (limit <= LISTED) return state.cut;
   const float best = logit_of(state.best);
   uint64 bound = NO_CUT;
   if (cuts_by_count(p, limit)) {
-    if (state.mode & OPEN || limit <= LISTED) {
-      bound = bound_of(search, work.maxima, work.groups, limit, state.cut, weights_of(p, best, false), 0);
+    if (state.mode & OPEN) {
+      Ranks ranks = whole_row(raw_row(work.maxima, work.groups, groups_of(limit)));
+      bound = cut_of(search, ranks, state.cut, weights_of(p, best, false), 0, nullptr);
     }
     // Fewer groups than wanted reach the floor: few tokens do.
     if (bound == NO_CUT && p.top_k <= LONG_LIST / GROUP) bound = state.cut;
   } else {
     const float mass = row_mass_about(work.slices, p, slices, best);
-    const bool known = bits_of(best) != INFINITE && mass < 0x1p22f && state.mode & OPEN;
-    const double wanted = known ? p.top_p * double(mass) * (1.0 + 0x1p-10) * 0x1p40 : 0.0;
-    if (known || limit <= LISTED) {
-      bound =
-          bound_of(search, work.maxima, work.groups, limit, state.cut, weights_of(p, best, true), uint64(wanted) + 1);
+    if (bits_of(best) != INFINITE && mass < 0x1p22f && state.mode & OPEN) {
+      const float wanted = float(p.top_p) * mass * (1.0f + 0x1p-10f);
+      bound = bound_by_mass(search, work.maxima, groups_of(limit), best, score_scale(p.temperature), wanted);
     }
     if (bound == NO_CUT && p.min_p_drop > -double(float_of(INFINITE))) bound = state.cut;
   }
-  return bound;
+  return bound == NO_CUT ? bound : larger_rank(bound & ~0xffffffffull, state.cut);
 }
 
 // Which token a row's best rank is: the first of its group that has this logit.
@@ -126,15 +116,23 @@ DEVICE Slices slice_of(int limit) {
 
 DEVICE Look look_of(const Workspace& work, const Parameters& p, const float* raw, uint32 position, int vocab,
                     int limit) {
-  Look look = {raw, vocab, limit, nullptr, nullptr, false, p.logprobs >= 0, 0.0f, position, p.seed, is_edited(p)};
+  Look look = {};
+  look.raw = raw;
+  look.vocab = vocab;
+  look.limit = limit;
+  look.raws = p.logprobs >= 0;
+  look.masses = cuts_by_mass_alone(p, limit);
+  look.position = position;
+  look.seed = p.seed;
+  look.edited = is_edited(p);
   if (is_drawn(p)) look.maxima = work.maxima;
   if (p.logprobs > 0) look.raw_maxima = work.maxima + work.groups;
   look.scores = is_drawn(p) && !selects(p, limit);
-  if (look.scores) look.scale = score_scale(p.temperature);
+  if (look.scores || look.masses) look.scale = score_scale(p.temperature);
   return look;
 }
 
-// Blocks of 256, with registers for three of them.
+// Blocks of 256, with registers for four of them on a multiprocessor.
 KERNEL(1024)
 void sample_scan(const float* logits, const void* parameters, const uint32* positions, unsigned char* workspace,
                  uint32* counters, int* tokens, int* next_ids, int rows, int vocab, int vocab_limit) {
@@ -153,9 +151,9 @@ void sample_scan(const float* logits, const void* parameters, const uint32* posi
   if (p.edits & (FORBIDDEN | BARRED)) slice.forbidden = block_joined(seen.forbidden.rank(), larger_rank);
   const uint32 flags = (seen.has_nan ? HAS_NAN : 0u) | (seen.open ? OPEN : 0u);
   slice.flags = uint32(block_joined(flags, [](uint64 a, uint64 b) { return a | b; }));
-  if (cuts_by_mass_alone(p, vocab_limit) && slice.best != NO_RANK) {
-    const Row all = changed_row(raw, vocab, own.end, p, true);
-    slice.mass = mass_about(all, p, logit_of(slice.best), own.begin, own.end);
+  if (look.masses && slice.best != NO_RANK) {
+    const float part = power_of_two((seen.best.logit - logit_of(slice.best)) * look.scale);
+    slice.mass = block_sum(seen.best.id < 0 ? 0.0f : seen.mass * part);
   }
   if (thread_index() == 0) work.slices[block_x()] = slice;
   if (!is_plain(p)) {
@@ -197,10 +195,33 @@ void sample_bound(const float* logits, const void* parameters, unsigned char* wo
   if (thread_index() == 0) *work.state = state;
 }
 
-// Adds a rank to a row's list. One for which there is no room is only counted.
-DEVICE void append(uint64* list, uint32* listed, uint64 rank) {
-  const uint32 place = atomic_add(listed, 1u);
-  if (place < LONG_LIST) list[place] = rank;
+// What the blocks of a row list, each first by itself: a place in the row's list is waited for once.
+enum : int { HELD = HISTOGRAM_WORDS / 2 };
+struct Held {
+  uint64* ranks;  // HELD of them
+  uint32* count;  // more than there is room for: the others are in the row's list already
+};
+DEVICE void append(const Workspace& work, const Held& held, uint64 rank) {
+  uint32 place = atomic_add(held.count, 1u);
+  uint64* list = held.ranks;
+  uint32 room = HELD;
+  if (place >= HELD) {
+    place = atomic_add(&work.state->listed[0], 1u);
+    list = work.list;
+    room = LONG_LIST;
+  }
+  if (place < room) list[place] = rank;
+}
+DEVICE void add_held(const Workspace& work, const Held& held) {
+  SHARED_ARRAY(uint32, first, 1);
+  sync_block();
+  const uint32 count = *held.count < HELD ? *held.count : uint32(HELD);
+  if (thread_index() == 0) first[0] = atomic_add(&work.state->listed[0], count);
+  sync_block();
+  NO_UNROLL
+  for (uint32 i = thread_index(); i < count; i += thread_count()) {
+    if (first[0] + i < LONG_LIST) work.list[first[0] + i] = held.ranks[i];
+  }
 }
 
 DEVICE void add_to_mass(uint64* to, uint64 mass) {
@@ -221,11 +242,12 @@ DEVICE void weigh(Histogram& histogram, const Workspace& work, const Row& row, c
   const uint64 cut = work.state->cut, bound = work.state->bounds[0];
   const bool by_mass = cuts_by_mass_alone(p, row.limit);
   const Weights weights = weights_of(p, best, by_mass);
+  SHARED_ARRAY(uint32, count, 1);
+  const Held held = {reinterpret_cast<uint64*>(histogram.count), count};
   uint64 mass = 0;
-  if (flat) {
-    clear(histogram, true);
-    sync_block();
-  }
+  if (thread_index() == 0) count[0] = 0;
+  if (flat) clear(histogram, true);
+  sync_block();
   row.visit<4>(begin, end, [&](int id, float logit) {
     const uint64 rank = rank_of(logit, id);
     if (rank < cut) return;
@@ -233,11 +255,14 @@ DEVICE void weigh(Histogram& histogram, const Workspace& work, const Row& row, c
     if (flat) {
       weights.add(histogram, first_bin(rank), rank);
     } else if (rank >= bound) {
-      append(work.list, &work.state->listed[0], rank);
+      append(work, held, rank);
     }
   });
   if (by_mass) add_to_mass(&work.state->mass, mass);
-  if (!flat) return;
+  if (!flat) {
+    add_held(work, held);
+    return;
+  }
   sync_block();
   NO_UNROLL
   for (int bin = thread_index(); bin < BINS; bin += thread_count()) {
@@ -364,7 +389,7 @@ DEVICE void list_best(Search& search, const Workspace& work, const Row& row, con
   state.listed[1] = search.listed;
   if (!whole || search.listed > FEW) {
     sync_block();
-    const uint64 found = cut_of(search, ranks, cut, raw_weights(p), 0, nullptr);
+    const uint64 found = cut_of(search, ranks, cut, raw_weights(p, state.raw_best), 0, nullptr);
     if (found != NO_CUT) cut = found;
     if (ranks.listed_from > cut) make_list(search, ranks, cut);
   }

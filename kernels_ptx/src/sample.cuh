@@ -129,11 +129,11 @@ struct Histogram {  // of ranks, the highest in bin 0; a mass is low + 2^32 high
 };
 enum : int { HISTOGRAM_WORDS = 3 * BINS };
 enum : uint32 {
-  DONE = 1,    // nothing is left to do
-  KNOWN = 2,   // the token is; its log-probability and the best ones are not
-  LISTS = 4,   // sample_weigh lists the ranks that can matter,
-  FLAT = 8,    // or since too many can, only counts them
-  OPEN = 16    // before penalties, an id that is not forbidden has a logit above -inf
+  DONE = 1,   // nothing is left to do
+  KNOWN = 2,  // the token is; its log-probability and the best ones are not
+  LISTS = 4,  // sample_weigh lists the ranks that can matter,
+  FLAT = 8,   // or since too many can, only counts them
+  OPEN = 16   // before penalties, an id that is not forbidden has a logit above -inf
 };
 struct alignas(16) State {
   uint64 best;            // as a slice's; NO_RANK: no token can be drawn

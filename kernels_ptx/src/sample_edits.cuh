@@ -34,9 +34,9 @@ DEVICE float penalised(const Parameters& p, float logit, uint32 count) {
 }
 
 struct Edited {
-  float logit;     // of a forbidden id as if it were not
+  float logit;  // of a forbidden id as if it were not
   bool forbidden;
-  bool open;       // it is not, and before penalties its logit is above -inf
+  bool open;  // it is not, and before penalties its logit is above -inf
 };
 // A logit of an id that the mask leaves.
 DEVICE Edited edit(const Parameters& p, int id, float logit, int words) {

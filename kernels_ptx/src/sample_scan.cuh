@@ -16,7 +16,12 @@ struct Edits {
 // What a thread has seen of a row. Ids are those of groups.
 struct Seen {
   Best best, forbidden, raw;
+  float mass;  // about, the best one's: 1; no number where that is infinite
   bool has_nan, open;
+  // The mass of another best.
+  DEVICE void weigh_from(float old, float scale) {
+    if (best.logit > old) mass *= power_of_two((old - best.logit) * scale);
+  }
 };
 
 struct Eight {
@@ -84,7 +89,7 @@ struct Look {
   int vocab, limit;
   float* maxima;  // null: nothing is kept
   float* raw_maxima;
-  bool scores, raws;
+  bool scores, raws, masses;
   float scale;  // from logits to scores
   uint32 position;
   int64 seed;
@@ -99,7 +104,12 @@ DEVICE void see_edited(Seen& seen, const Look& look, const Parameters& p, int id
     seen.forbidden.see_any(id / GROUP, one.logit);
     return;
   }
+  const float old = seen.best.logit;
   seen.best.see_any(id / GROUP, one.logit);
+  if (look.masses && one.logit > minus_infinite()) {
+    seen.weigh_from(old, look.scale);
+    seen.mass += power_of_two((one.logit - seen.best.logit) * look.scale);
+  }
   if (look.maxima == nullptr) return;
   float kept = one.logit;
   if (look.scores) {
@@ -141,8 +151,13 @@ DEVICE void see_groups(Seen& seen, const Look& look, const Edits& edits, int beg
           if (hidden >> i & 1) eight.at[i] = minus_infinite();
         }
       }
-      const float top = largest(eight);
+      const float top = largest(eight), old = seen.best.logit;
       seen.best.see(group, top);
+      if (!SCORES && look.masses && top > minus_infinite()) {
+        seen.weigh_from(old, look.scale);
+        UNROLL
+        for (int i = 0; i < GROUP; ++i) seen.mass += power_of_two((eight.at[i] - seen.best.logit) * look.scale);
+      }
       if (look.maxima == nullptr || group >= last) continue;
       float kept = top;
       if (SCORES) {
@@ -186,15 +201,8 @@ DEVICE Seen scan(Edits& edits, const Look& look, const void* parameters, int row
   return seen;
 }
 
-// About the mass of a slice, its best logit's being 1. Where that is infinite it is no number, and not used.
-DEVICE float mass_about(const Row& row, const Parameters& p, float best, int begin, int end) {
-  const float scale = 0x1.715476p+0f / p.temperature;
-  float sum = 0.0f;
-  row.visit<4>(begin, end, [&](int, float logit) { sum += power_of_two((logit - best) * scale); });
-  return block_sum(sum);
-}
 DEVICE float row_mass_about(const Slice* slices, const Parameters& p, int count, float best) {
-  const float scale = 0x1.715476p+0f / p.temperature;
+  const float scale = score_scale(p.temperature);
   float sum = 0.0f;
   NO_UNROLL
   for (int i = lane_index(); i < count; i += WARP) {

@@ -1,5 +1,5 @@
 // Find where an order of ranks is cut, without sorting: a radix search over histograms of counts or masses, from the
-// highest eleven bits of the rank down. All sums are integers, so their order is free. One block works on one row.
+// highest eleven bits of the rank down, or of how far it is from the lowest. All sums are integers, so their order is free. One block works on one row.
 #pragma once
 
 #include "sample_edits.cuh"
@@ -204,11 +204,18 @@ DEVICE uint64 cut_of(Search& search, Ranks& ranks, uint64 lowest, const Weights&
                      const Histogram* counted) {
   uint64 low = 0;
   uint32 above = 0;  // ranks above the bin
+  int width = 64;
+  const uint64 highest = rank_of(weights.best, 0) | 0xffffffffu;
+  if (counted == nullptr && highest >= lowest) {  // no rank is above the best: digits of what is between
+    low = lowest;
+    while (width > 1 && (highest - low) >> (width - 1) == 0) --width;
+  }
   NO_UNROLL
-  for (int width = 64; width > 0;) {
+  while (width > 0) {
     const int next = width > DIGIT_BITS ? width - DIGIT_BITS : 0;
-    if (width == 64 && counted != nullptr) {
+    if (counted != nullptr) {
       copy_histogram(search, *counted);
+      counted = nullptr;
     } else {
       count_ranks(search, ranks, weights, lowest, low, width, next);
     }
@@ -264,6 +271,47 @@ DEVICE uint64 bound_of_few(Search& search, const float* maxima, int groups, int 
     if (reached[bit] >= uint32(count)) bound = next;
   }
   return larger_rank(uint64(bound) << 32, floor);
+}
+
+// A rank from which on the largest of the groups, and so the logits, have about the mass that is wanted, the best one's: 1,
+// from a histogram of how far below the best they are, in 64ths of a power of two. NO_CUT where they have less.
+DEVICE uint64 bound_by_mass(Search& search, const float* maxima, int groups, float best, float scale, float wanted) {
+  enum : int { LOADS = 8 };
+  uint32* counts = search.histogram.count;
+  clear(search.histogram, false);
+  sync_block();
+  NO_UNROLL
+  for (int start = thread_index(); start < groups; start += LOADS * thread_count()) {
+    float found[LOADS];
+    UNROLL
+    for (int j = 0; j < LOADS; ++j) {
+      const int group = start + j * thread_count();
+      found[j] = group < groups ? maxima[group] : minus_infinite();
+    }
+    UNROLL
+    for (int j = 0; j < LOADS; ++j) {
+      const float bin = (best - found[j]) * scale * 64.0f;
+      if (bin < float(BINS)) atomic_add(&counts[int(bin)], 1u);
+    }
+  }
+  sync_block();
+  const int bins = BINS / thread_count(), first = bins * thread_index();
+  const auto weight = [&](int bin) {
+    return uint64(counts[bin]) * uint64(power_of_two(float(bin + 1) * -0x1p-6f) * 0x1p32f);
+  };
+  Sum before = {};
+  NO_UNROLL
+  for (int bin = first; bin < first + bins; ++bin) before.weight += weight(bin);
+  const uint64 aim = uint64(wanted * 0x1p32f) + 1;
+  if (sum_before(search, before).weight < aim) return NO_CUT;
+  NO_UNROLL
+  for (int bin = first; bin < first + bins; ++bin) {
+    const uint64 own = weight(bin);
+    if (before.weight < aim && aim <= before.weight + own) search.bin = bin;
+    before.weight += own;
+  }
+  sync_block();
+  return rank_of(best - float(search.bin + 2) * 0x1p-6f / scale, 0);
 }
 
 // The ranks from `lowest` on, of groups of which at least `least` is kept, become the list; false: it has no room for all.
