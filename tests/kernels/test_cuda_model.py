@@ -289,7 +289,7 @@ def test_a_rehearsal_says_what_graphs_take_and_leaves_nothing_behind() -> None:
     most, tokens = limits().sequences, limits().tokens
     by_rows = {padded_sequences(count, most) for count in range(1, most + 1)}  # of decoding, and of a mixed step's head
     by_tokens = {padded_tokens(count, tokens) for count in range(1, tokens + 1)}
-    drawing = 8 * len(by_rows)  # greedy or not, listing or not, into each of two buffers
+    drawing = 6 * len(by_rows)  # greedy, drawn, or drawn by all logits once more, into each of two buffers
     graphs, slots = (2 * len(by_rows) + len(by_tokens) + drawing) << 20, most * slot_bytes(sizes["vocab_limit"])
     assert counted.rehearse(lambda: device.free_bytes) == graphs + slots
     assert device.graphs == 0 and device.free_bytes == 10 << 30 and len(device.launched) == before
