@@ -19,6 +19,7 @@ from rvllm.backend.cpu import CpuModel
 from rvllm.backend.cuda.check import Checker
 from rvllm.backend.cuda.context import Graph
 from rvllm.backend.cuda.lower import FUSIONS, Launch
+from rvllm.backend.cuda.matrix_maps import AT_ONCE, MAP_BYTES, MatrixMaps
 from rvllm.backend.cuda.model import CudaModel, StepLimits
 from rvllm.backend.cuda.slots import slot_bytes
 from rvllm.backend.cuda.step_block import padded_sequences, padded_tokens
@@ -313,3 +314,15 @@ def test_a_copied_block_is_read_as_the_one_it_was_copied_from() -> None:
         one.token_ids.append(11)
     alone = ours.forward(step_of([row], [1], groups))
     assert np.array_equal(ours.forward(step_of([other], [1], groups)), alone)
+
+
+def test_a_matrix_is_described_once_and_others_beside_it() -> None:
+    device = HostDevice("t90a")
+    maps = MatrixMaps(device)
+    first, other = maps(256, 10, 64, 64), maps(256, 10, 64, 128)
+    assert (maps(256, 10, 64, 64), maps(256, 10, 64, 128)) == (first, other) and other == first + MAP_BYTES
+    found = np.empty(MAP_BYTES, dtype=np.uint8)
+    device.read(first, found)
+    assert np.array_equal(found, device.matrix_map(256, 10, 64, 64))
+    places = {maps(256, rows, 64, 64) for rows in range(1, 2 * AT_ONCE)}
+    assert len(places) == 2 * AT_ONCE - 1 and all(place % 64 == 0 for place in places)
