@@ -222,6 +222,6 @@ def test_a_matrix_is_described_by_its_sizes_its_rows_bytes_and_the_box() -> None
 
 
 def test_a_matrix_that_the_driver_refuses_is_named() -> None:
-    cuda = FakeCuda(broken={"cuTensorMapEncodeTiled": driver.CUresult.CUDA_ERROR_INVALID_VALUE})
-    with pytest.raises(DeviceError, match="17 x 1536, boxes of 128 x 64.*INVALID_VALUE"):
-        Context(cuda=cuda).matrix_map(4096, rows=17, columns=1536, box_rows=128)
+    fake = FakeCuda(broken={"cuTensorMapEncodeTiled": cuda.CUresult.CUDA_ERROR_INVALID_VALUE})
+    with pytest.raises(DeviceError, match=r"17 x 1536, boxes of 128 x 64.*INVALID_VALUE"):
+        Context(cuda=fake).matrix_map(4096, rows=17, columns=1536, box_rows=128)
