@@ -219,20 +219,18 @@ class Results:
 
     def take(self, rows: Sequence[SamplingRow]) -> list[Sampled]:
         """What the kernels left, once they are through."""
-        host = self.host
-        tokens = host[: self.rows]
-        logprobs = host[self.rows : 2 * self.rows].view(np.float32)
-        tops = host[2 * self.rows :]
-        top_ids = tops[: self.rows * MOST_LOGPROBS].reshape(self.rows, MOST_LOGPROBS)
-        top_logprobs = tops[self.rows * MOST_LOGPROBS :].view(np.float32).reshape(self.rows, MOST_LOGPROBS)
-        for index in range(len(rows)):
-            if tokens[index] < 0:
-                what = "NaN" if tokens[index] == -1 else "nothing but -inf"
-                raise EngineError(f"the logits of row {index} of {len(rows)} hold {what}")
-        return [
-            _sampled(row, int(tokens[i]), float(logprobs[i]), top_ids[i].tolist(), top_logprobs[i].tolist())
-            for i, row in enumerate(rows)
-        ]
+        host, count = self.host, len(rows)
+        tokens: list[int] = host[:count].tolist()
+        if min(tokens) < 0:
+            index = next(place for place, token in enumerate(tokens) if token < 0)
+            what = "NaN" if tokens[index] == -1 else "nothing but -inf"
+            raise EngineError(f"the logits of row {index} of {count} hold {what}")
+        if all(row.logprobs is None for row in rows):
+            return list(map(Sampled, tokens))
+        tops = host[2 * self.rows :].reshape(2, self.rows, MOST_LOGPROBS)[:, :count]
+        logprobs = host[self.rows : self.rows + count].view(np.float32)
+        found = zip(rows, tokens, logprobs.tolist(), tops[0].tolist(), tops[1].view(np.float32).tolist())
+        return [_sampled(*one) for one in found]
 
 
 def _sampled(row: SamplingRow, token: int, logprob: float, ids: list[int], logprobs: list[float]) -> Sampled:
