@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,6 +89,13 @@ class Front:
             code="model_not_found",
         )
 
+    async def learn_forms(self, params: SamplingParams) -> None:
+        """Tell the engine what its tokens stand for, once, before the first text that must have a form."""
+        served = self.ready()
+        if params.structured_outputs is not None and not served.client.taught:
+            vocabulary = await asyncio.to_thread(served.texts.vocabulary, served.facts.limits.vocab_limit)
+            served.client.teach(vocabulary)
+
     def generation(self, prompts: Sequence[Prompt], params: SamplingParams, terms: Terms) -> Generation:
         """Completions of each prompt, all checked, none begun. Raises BadRequest, HttpError."""
         served = self.ready()
@@ -123,6 +131,11 @@ class Generation:
     name: str
     choices: Sequence[Choice]
     client: AsyncEngineClient
+
+    @property
+    def formed(self) -> bool:
+        """Whether its texts must have a form."""
+        return any(choice.request.params.structured_outputs is not None for choice in self.choices)
 
     async def deltas(self) -> AsyncGenerator[list[tuple[Choice, Delta]], None]:
         """What came since it was asked last, never nothing. Closing the iterator takes all out of the engine.

@@ -100,6 +100,7 @@ class Api:
         )
         terms = body.terms()
         prompts = await _aside(data, lambda: completion_prompts(served, body))
+        await self._front.learn_forms(params)
         generation = self._front.generation(_cut(served, body, prompts), params, terms)
         reply = CompletionReply(generation, name, served.texts, body.logprobs, _options(body), echo=bool(body.echo))
         await while_connected(exchange, _answer(exchange, reply, bool(body.stream)))
@@ -117,6 +118,7 @@ class Api:
         params = body.sampling({"max_tokens": None} | dict(served.defaults), logprobs=top, max_tokens=tokens)
         terms = body.terms()
         prompt = Prompt(None, tuple(await _aside(data, lambda: chat_ids(served, body))))
+        await self._front.learn_forms(params)
         try:
             generation = self._front.generation(_cut(served, body, [prompt]), params, terms)
         except BadRequest as cause:
@@ -152,10 +154,13 @@ class Api:
 
 async def _answer(exchange: Exchange, reply: Reply, stream: bool) -> None:
     """Reply with what a generation brings, as it comes or at its end."""
-    if stream:
+    # Whether a text can have the form that is asked for is known with its first token.
+    if stream and not reply.generation.formed:
         await exchange.begin_events()
     async with aclosing(reply.generation.deltas()) as batches:
         async for batch in batches:
+            if stream and not exchange.begun:
+                await exchange.begin_events()
             if stream and (data := b"".join(map(event, reply.chunks(batch)))):
                 await exchange.events(data)
     if not stream:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
+from rvllm.engine.grammar import Vocabulary
 from rvllm.text.tokenizer import Tokenizer
 
 _BROKEN = "\ufffd"
@@ -34,7 +35,8 @@ class TokenTexts:
     def _of(self, token_id: int) -> tuple[str, bytes]:
         text = self._tokenizer.decode([token_id], skip_special_tokens=False)
         spelled = self._tokenizer.token_of(token_id) or ""
-        if spelled.startswith(_BLANK) and not text.startswith(" "):
+        blanks = len(spelled) - len(spelled.lstrip(_BLANK))
+        if blanks and text.startswith(" " * (blanks - 1)) and not text.startswith(" " * blanks):
             text = " " + text  # which decoders take from the start of a text
         if _BROKEN not in text:
             return text, text.encode()
@@ -43,3 +45,9 @@ class TokenTexts:
         if spelled and all(character in _BYTES for character in spelled):
             return text, bytes(_BYTES[character] for character in spelled)
         return text, text.encode()
+
+    def vocabulary(self, count: int) -> Vocabulary:
+        """What the ids below `count` stand for, for grammars. Takes a second where there are many."""
+        of, known = self._of, self._tokenizer.token_of
+        tokens = tuple(of(token)[1] if known(token) is not None else b"" for token in range(count))
+        return Vocabulary(tokens, self._tokenizer.special_ids)
