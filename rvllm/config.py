@@ -135,6 +135,10 @@ class ServerConfig:
     uds                 a unix socket's path to listen at instead
     api_key             keys of which a request must bring one; none: anybody may ask
     served_model_name   what clients call the model; none: as it was named to us
+    tool_call_parser    how the model writes calls of tools; None: as its chat template does
+    enable_auto_tool_choice   calls are read wherever there are tools: this changes nothing
+    exclude_tools_when_tool_choice_none   the template sees no tools where none may be called
+    reasoning_parser    how the model marks what it thinks; "": thoughts are text like any other
     shutdown_timeout    seconds that requests may go on after SIGTERM or Ctrl-C (vLLM: 0)
     """
 
@@ -143,4 +147,8 @@ class ServerConfig:
     uds: str | None = None
     api_key: tuple[str, ...] = ()
     served_model_name: tuple[str, ...] = ()
+    tool_call_parser: str | None = None
+    enable_auto_tool_choice: bool = False
+    exclude_tools_when_tool_choice_none: bool = False
+    reasoning_parser: str = ""
     shutdown_timeout: int = 30

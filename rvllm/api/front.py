@@ -15,6 +15,7 @@ from rvllm.errors import BadRequest
 from rvllm.link.client import AsyncEngineClient, Stream, news
 from rvllm.link.messages import Facts
 from rvllm.sampling.params import SamplingParams
+from rvllm.text.answer import Families
 from rvllm.text.completion import Delta, Terms, Writer, drawing, settled_seed, with_bad_word_ids
 from rvllm.text.token_text import TokenTexts
 from rvllm.text.tokenizer import Tokenizer
@@ -25,7 +26,10 @@ MOST_CHOICES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model that is ready. `defaults`: sampling parameters of requests that bring none; `seed`: the engine's."""
+    """A model that is ready. `defaults`: sampling parameters of requests that bring none; `seed`: the engine's.
+
+    families: how it writes what is no text.
+    """
 
     tokenizer: Tokenizer
     texts: TokenTexts
@@ -33,6 +37,7 @@ class Served:
     seed: int | None
     facts: Facts
     client: AsyncEngineClient
+    families: Families
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,8 @@ class Choice:
 class Front:
     """`names` are the model's, the first in replies to requests that name none. `served`: once the model is ready.
 
-    begun: requests so far; stopping: no more are taken; loading: how far that is.
+    begun: requests so far; stopping: no more are taken; loading: how far that is. hides_tools: the template sees none
+    where none may be called.
     """
 
     names: Sequence[str]
@@ -65,6 +71,7 @@ class Front:
     created_s: int
     served: Served | None = None
     stopping: bool = False
+    hides_tools: bool = False
     loading: str = "the model is being loaded"
     begun: int = 0
 
@@ -93,7 +100,8 @@ class Front:
         """Tell the engine what its tokens stand for, once, before the first text that must have a form."""
         served = self.ready()
         if params.structured_outputs is not None and not served.client.taught:
-            vocabulary = await asyncio.to_thread(served.texts.vocabulary, served.facts.limits.vocab_limit)
+            plain = served.families.markers(calls=False)
+            vocabulary = await asyncio.to_thread(served.texts.vocabulary, served.facts.limits.vocab_limit, plain)
             served.client.teach(vocabulary)
 
     def generation(self, prompts: Sequence[Prompt], params: SamplingParams, terms: Terms) -> Generation:

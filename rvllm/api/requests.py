@@ -128,11 +128,12 @@ class ChatBody(SamplingBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
-    parallel_tool_calls: bool | None = None  # there are no tools
-    # See _REFUSED.
-    chat_template: str | None = None
     tools: Any = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    # See _REFUSED.
+    chat_template: str | None = None
     functions: Any = None
     function_call: Any = None
     modalities: list[str] | None = None
@@ -164,7 +165,7 @@ _SAMPLING_NAMES = (
     "include_stop_str_in_output", "skip_special_tokens",
 )  # fmt: skip
 
-_NO_TOOLS = "calls of tools are not read from what the model writes"
+_NO_FUNCTIONS = "it gave way to tools"
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "store": ((False,), "nothing is kept"),
     "service_tier": (("auto", "default"), "there is one tier"),
@@ -172,10 +173,8 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "use_beam_search": ((False,), "tokens are drawn one by one"),
     "suffix": (("",), "text is only continued"),
     "chat_template": ((), "the template is the server's"),
-    "tools": (([],), _NO_TOOLS),
-    "tool_choice": (("none",), _NO_TOOLS),
-    "functions": (([],), _NO_TOOLS),
-    "function_call": (("none",), _NO_TOOLS),
+    "functions": (([],), _NO_FUNCTIONS),
+    "function_call": (("none",), _NO_FUNCTIONS),
     "modalities": ((["text"],), "there is text only"),
     "audio": ((), "there is text only"),
     "web_search_options": ((), "nothing is searched"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from rvllm.api.front import Front, Prompt, Served
@@ -19,7 +20,10 @@ from rvllm.api.requests import (
     TokenizeBody,
     parse,
 )
+from rvllm.api.tools import Tools, reader_for, tools_of
 from rvllm.errors import BadRequest, PromptTooLong
+from rvllm.sampling.params import SamplingParams
+from rvllm.text.tool_formats import Mistral
 from rvllm.version import VERSION
 
 OPEN_ROUTES = ("/health", "/ping")
@@ -30,6 +34,9 @@ COMPLETION_TOKENS = 16
 
 INLINE_BYTES = 1 << 14
 """Of a body: above, its text is encoded in a thread of its own, so that others' tokens go on."""
+
+PROMPT_END = 64
+"""Tokens of a prompt that say whether what follows are thoughts."""
 
 SHRINKAGE = 4
 """How much shorter than a text its normal form may be: three characters may become one."""
@@ -115,16 +122,30 @@ class Api:
         tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         if (body.max_completion_tokens or 0) < 0:
             raise BadRequest(f"max_completion_tokens is {tokens}, the limit is 0", param="max_completion_tokens")
+        tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls, served.families)
         params = body.sampling({"max_tokens": None} | dict(served.defaults), logprobs=top, max_tokens=tokens)
         terms = body.terms()
-        prompt = Prompt(None, tuple(await _aside(data, lambda: chat_ids(served, body))))
+        shown = None if tools.choice == "none" and self._front.hides_tools else body.tools
+        prompt = Prompt(None, tuple(await _aside(data, lambda: chat_ids(served, body, shown))))
+        prompt_end = served.texts.decode(prompt.ids[-PROMPT_END:], skip_special_tokens=False)
+        params = _for_tools(served, params, tools, prompt_end, shows_special=body.skip_special_tokens is None)
         await self._front.learn_forms(params)
         try:
             generation = self._front.generation(_cut(served, body, [prompt]), params, terms)
         except BadRequest as cause:
             cause.param = "messages" if cause.param == "prompt" else cause.param
             raise
-        reply = ChatReply(generation, name, served.texts, top, _options(body))
+        reply = ChatReply(
+            generation,
+            name,
+            served.texts,
+            top,
+            _options(body),
+            reader=lambda: reader_for(served.families, tools, prompt_end),
+            named=tools.named,
+            thoughts=body.include_reasoning is not False,
+            short_ids=served.families.calls is Mistral,
+        )
         await while_connected(exchange, _answer(exchange, reply, bool(body.stream)))
 
     async def tokenize(self, exchange: Exchange) -> None:
@@ -234,7 +255,26 @@ def encoded(served: Served, text: str, special: bool) -> list[int]:
         raise BadRequest(cause.message, param="prompt", hint=cause.hint) from None
 
 
-def chat_ids(served: Served, body: ChatBody | TokenizeBody) -> list[int]:
+def _for_tools(
+    served: Served, params: SamplingParams, tools: Tools, prompt_end: str, *, shows_special: bool
+) -> SamplingParams:
+    """The parameters with the form that a call must have, and so that markers of calls and thoughts are seen."""
+    families, form = served.families, params.structured_outputs
+    if tools.form is not None:
+        if form is not None:
+            raise BadRequest(
+                "tool_choice and response_format each say what form the text shall have", param="tool_choice"
+            )
+        form = tools.form
+    if form is not None and families.thinking is not None and families.thinking.open_after(prompt_end):
+        form = replace(form, after=families.thinking.end)
+    hidden = params.skip_special_tokens
+    if shows_special and families.marked_by_special(served.tokenizer, calls=tools.choice == "auto"):
+        hidden = False
+    return replace(params, structured_outputs=form, skip_special_tokens=hidden)
+
+
+def chat_ids(served: Served, body: ChatBody | TokenizeBody, tools: Any = None) -> list[int]:
     """A conversation's ids through the chat template. Raises BadRequest."""
     more = dict(body.chat_template_kwargs or {})
     if clash := sorted(set(more).intersection(_TEMPLATE_ARGUMENTS)):
@@ -248,7 +288,7 @@ def chat_ids(served: Served, body: ChatBody | TokenizeBody) -> list[int]:
     goes_on = bool(body.continue_final_message)
     begins = not goes_on if body.add_generation_prompt is None else body.add_generation_prompt
     return served.tokenizer.apply_chat_template(
-        body.messages, add_generation_prompt=begins, continue_final_message=goes_on, **more
+        body.messages, tools=tools, add_generation_prompt=begins, continue_final_message=goes_on, **more
     )
 
 

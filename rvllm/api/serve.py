@@ -31,6 +31,7 @@ from rvllm.link.client import AsyncEngineClient, Parent
 from rvllm.link.process import EngineProcess
 from rvllm.model.files import Progress, locate
 from rvllm.model.source import open_source
+from rvllm.text.answer import Families
 from rvllm.text.completion import default_params, open_tokenizer
 from rvllm.text.token_text import TokenTexts
 
@@ -69,7 +70,8 @@ class Life:
         self._config, self._server, self._child = config, server, child
         self._note, self._progress = note, progress
         names = server.served_model_name or (config.model,)
-        self._front = Front(names, config.model, int(time.time()))
+        hides = server.exclude_tools_when_tool_choice_none
+        self._front = Front(names, config.model, int(time.time()), hides_tools=hides)
         self._interrupted = False  # before the model was ready
         app = App(routes(self._front), keys=server.api_key, open_routes=OPEN_ROUTES)
         self._http = _Uvicorn(_uvicorn_config(app, server))
@@ -110,6 +112,7 @@ class Life:
     async def _load(self) -> Served:
         """Raises StartError, EngineDied."""
         tokenizer, vocab_size, defaults = await _in_thread(self._open)
+        families = Families.of(tokenizer, self._server.tool_call_parser, self._server.reasoning_parser)
         tokenizer.check_fits(vocab_size)
         self._child.load(self._config, vocab_limit=tokenizer.vocab_size, eos_ids=frozenset(tokenizer.eos_token_ids))
         told = Parent(death=self._child.end, progress=self._tell_progress, note=self._note)
@@ -117,7 +120,7 @@ class Life:
         facts = await client.ready()
         if tokenizer.chat_template is None:
             self._note("the model has no chat template: chats are refused. hint: give one with --chat-template")
-        return Served(tokenizer, TokenTexts(tokenizer), defaults, self._config.seed, facts, client)
+        return Served(tokenizer, TokenTexts(tokenizer), defaults, self._config.seed, facts, client, families)
 
     def _open(self) -> tuple[Any, int, dict[str, Any]]:
         """(tokenizer, the model's vocabulary, sampling defaults). May take long: it may fetch the default model."""

@@ -46,6 +46,25 @@ KEY_VARIABLES = ["RVLLM_API_KEY", "VLLM_API_KEY"]
     help="What clients call the model; may be repeated.  [default: as MODEL]",
 )
 @click.option(
+    "--tool-call-parser",
+    metavar="NAME",
+    help="How the model writes calls of tools: hermes, llama3_json, mistral, ...  [default: as its chat template does]",
+)
+@click.option(
+    "--enable-auto-tool-choice", is_flag=True, help="Changes nothing: a model may call whatever tools it has."
+)
+@click.option(
+    "--exclude-tools-when-tool-choice-none",
+    is_flag=True,
+    help="Where no tool may be called, show the model none.",
+)
+@click.option(
+    "--reasoning-parser",
+    default=DEFAULTS["reasoning_parser"],
+    metavar="NAME",
+    help="Tell thoughts apart from answers: qwen3, deepseek_r1, ...  [default: they are text like any other]",
+)
+@click.option(
     "--shutdown-timeout",
     default=DEFAULTS["shutdown_timeout"],
     show_default=True,

@@ -85,7 +85,8 @@ class Grammars:
             if (found := self._compiled.get(asked)) is not None:
                 self._compiled.move_to_end(asked)
                 return found
-        made = self._library.LLMatcher(self._tokenizer, _lark(asked, self._library), log_level=0, limits=self._limits)
+        text = _grammar(asked, self._library)
+        made = self._library.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
         if not made.is_error():
             made.compute_bitmask()  # some are found to be empty only now
         if made.is_error():
@@ -176,6 +177,15 @@ def _library() -> Any:
             hint="the operator can install it: python -m pip install llguidance",
         ) from None
     return llguidance
+
+
+def _grammar(asked: StructuredOutputsParams, library: Any) -> str:
+    """What llguidance is given. Raises BadRequest."""
+    form = _lark(asked, library)
+    if asked.after is None:
+        return form
+    free = f"start: free BLANK @form\nfree[suffix={json.dumps(asked.after)}]: /(.|\\n)*/\nBLANK: /[ \\n]*/\n"
+    return json.dumps({"grammars": [{"lark_grammar": _HEAD + free}, {"name": "form", "lark_grammar": form}]})
 
 
 def _lark(asked: StructuredOutputsParams, library: Any) -> str:

@@ -30,6 +30,7 @@ class StructuredOutputsParams:
     disable_any_whitespace          with JSON: none but in strings
     whitespace_pattern              with JSON: an expression for what may stand between its parts, any number of times;
                                     by default a blank, a tab or an end of line
+    after           text that ends what comes before and has no form, such as "</think>"
     disable_additional_properties   with json: an object has no properties but those that its schema names
     """
 
@@ -41,12 +42,13 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    after: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "json", _schema(self.json))
         object.__setattr__(self, "choice", _choice(self.choice))
         object.__setattr__(self, "json_object", self.json_object or None)
-        for name in ("regex", "grammar", "whitespace_pattern"):
+        for name in ("regex", "grammar", "whitespace_pattern", "after"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise _wrong(f"{name} has to be a text that is not empty")

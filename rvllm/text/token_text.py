@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from functools import lru_cache
 
 from rvllm.engine.grammar import Vocabulary
@@ -46,8 +47,12 @@ class TokenTexts:
             return text, bytes(_BYTES[character] for character in spelled)
         return text, text.encode()
 
-    def vocabulary(self, count: int) -> Vocabulary:
-        """What the ids below `count` stand for, for grammars. Takes a second where there are many."""
+    def vocabulary(self, count: int, plain: Collection[str] = ()) -> Vocabulary:
+        """What the ids below `count` stand for, for grammars; special tokens for nothing, but for those in `plain`.
+
+        Takes a second where there are many.
+        """
         of, known = self._of, self._tokenizer.token_of
         tokens = tuple(of(token)[1] if known(token) is not None else b"" for token in range(count))
-        return Vocabulary(tokens, self._tokenizer.special_ids)
+        special = frozenset(token for text, token in self._tokenizer.special_tokens.items() if text not in plain)
+        return Vocabulary(tokens, special)

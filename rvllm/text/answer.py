@@ -1,0 +1,124 @@
+"""A completion's text as what it means: thoughts, text and calls of tools, as it comes. Knows readers; no protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rvllm.errors import BadRequest, StartError
+from rvllm.text.reasoning import REASONING, Thinking, ThoughtReader
+from rvllm.text.tokenizer import Tokenizer
+from rvllm.text.tool_calls import Call, CallReader, Part
+from rvllm.text.tool_formats import READERS, SAMPLE_CALL, SAMPLE_TOOL, reader_for
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    text: str
+
+
+AnswerPart = Thought | str | Call
+
+
+class NamedCall:
+    """Reads a text that is nothing but the arguments of one tool's call."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._text = name, ""
+
+    def push(self, text: str) -> list[Part]:
+        self._text += text
+        return []
+
+    def finish(self) -> list[Part]:
+        return [Call(self._name, self._text.strip())] if self._text.strip() else []
+
+
+class AnswerReader:
+    """Reads one completion. most_calls: of those that come, how many are told; None: all.
+
+    called, thought: whether there were any.
+    """
+
+    def __init__(
+        self,
+        thoughts: ThoughtReader | None = None,
+        calls: CallReader | NamedCall | None = None,
+        most_calls: int | None = None,
+    ) -> None:
+        self._thoughts, self._calls, self._most = thoughts, calls, most_calls
+        self.calls = 0
+
+    def push(self, text: str) -> list[AnswerPart]:
+        """What became certain with `text`."""
+        thought, answer = ("", text) if self._thoughts is None else self._thoughts.push(text)
+        return self._parts(thought, answer)
+
+    def finish(self) -> list[AnswerPart]:
+        """The rest."""
+        thought, answer = ("", "") if self._thoughts is None else self._thoughts.finish()
+        return self._parts(thought, answer) + ([] if self._calls is None else self._wanted(self._calls.finish()))
+
+    def _parts(self, thought: str, answer: str) -> list[AnswerPart]:
+        parts: list[AnswerPart] = [Thought(thought)] if thought else []
+        if not answer:
+            return parts
+        return parts + ([answer] if self._calls is None else self._wanted(self._calls.push(answer)))
+
+    def _wanted(self, parts: list[Part]) -> list[AnswerPart]:
+        found: list[AnswerPart] = []
+        for part in parts:
+            if isinstance(part, Call):
+                if self._most is not None and self.calls >= self._most:
+                    continue
+                self.calls += 1
+            found.append(part)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Families:
+    """How a model writes calls of tools and thoughts; None where nothing is known of it."""
+
+    calls: type[CallReader] | None = None
+    thinking: Thinking | None = None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, calls: str | None, thinking: str) -> Families:
+        """By vLLM's names; where no reader of calls is named, by the model's own template. Raises StartError."""
+        if calls in (None, "auto"):
+            reader = _by_template(tokenizer)
+        else:
+            reader = READERS.get(calls or "")
+            if reader is None:
+                raise _unknown("--tool-call-parser", calls or "", READERS)
+        if thinking and thinking not in REASONING:
+            raise _unknown("--reasoning-parser", thinking, REASONING)
+        return cls(reader, REASONING.get(thinking))
+
+    def marked_by_special(self, tokenizer: Tokenizer, *, calls: bool) -> bool:
+        """Whether some of the markers are special tokens, which then have to be in the text to be seen."""
+        return any(special in marker for marker in self.markers(calls=calls) for special in tokenizer.special_tokens)
+
+    def markers(self, *, calls: bool) -> tuple[str, ...]:
+        """What stands around thoughts, and around calls."""
+        found = () if self.thinking is None else (self.thinking.begin, self.thinking.end)
+        return found + (self.calls.markers() if calls and self.calls is not None else ())
+
+
+def _by_template(tokenizer: Tokenizer) -> type[CallReader] | None:
+    """Whoever reads the calls that the model's chat template writes."""
+    question = {"role": "user", "content": "x"}
+    answer = {"role": "assistant", "content": "", "tool_calls": [SAMPLE_CALL]}
+    try:
+        asked = tokenizer.apply_chat_template([question], tools=[SAMPLE_TOOL])
+        told = tokenizer.apply_chat_template([question, answer], tools=[SAMPLE_TOOL], add_generation_prompt=False)
+    except BadRequest:  # there is none, or it knows no tools
+        return None
+    before, written = (tokenizer.decode(ids, skip_special_tokens=False) for ids in (asked, told))
+    same = next((at for at, pair in enumerate(zip(before, written)) if pair[0] != pair[1]), len(before))
+    return reader_for(written[same:])
+
+
+def _unknown(flag: str, name: str, known: Mapping[str, object]) -> StartError:
+    return StartError(f"{flag} {name} is not done", hint=f"there is {', '.join(sorted(known))}")
