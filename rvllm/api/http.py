@@ -37,7 +37,7 @@ class Gone(Exception):
 class Exchange:
     """One request and its reply. `begun`: the status is on its way, so that an error can no longer be one.
 
-    name: what follows the route, where it ends in a /.
+    name: what follows the route, where it ends in a /. shape: an error's bytes, as a body or as a stream's last event.
     """
 
     scope: Scope
@@ -45,6 +45,7 @@ class Exchange:
     send: Send
     name: str = ""
     begun: bool = False
+    shape: Callable[[HttpError, bool], bytes] = field(default_factory=lambda: openai_error)
     headers: dict[str, str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -93,11 +94,11 @@ class Exchange:
     async def refuse(self, error: HttpError) -> None:
         """Reply with an error, or end a stream that has begun with one."""
         if self.begun:
-            await self.end(b"data: " + error.body() + b"\n\n")
+            await self.end(self.shape(error, True))
         else:
             # What is left of a body that nobody reads would be taken for the next request.
             close = {"connection": "close"} if error.status in (413, 415) else {}
-            await self.reply(error.body(), error.status, {**error.headers, **close})
+            await self.reply(self.shape(error, False), error.status, {**error.headers, **close})
 
     async def gone(self) -> None:
         """Until the client has gone away. For after the body."""
@@ -113,6 +114,11 @@ class Exchange:
 Handler = Callable[[Exchange], Awaitable[None]]
 Routes = Mapping[str, Mapping[str, Handler]]
 """path -> method -> handler. A path that ends in / takes all that begin with it."""
+
+
+def openai_error(error: HttpError, in_stream: bool) -> bytes:
+    """An error's bytes, as OpenAI's clients read them."""
+    return b"data: " + error.body() + b"\n\n" if in_stream else error.body()
 
 
 def event(value: object) -> bytes:
@@ -164,6 +170,8 @@ class App:
         if not self._keys or exchange.scope["path"] in self._open:
             return
         scheme, _, key = exchange.headers.get("authorization", "").partition(" ")
+        if not scheme and "x-api-key" in exchange.headers:  # as Anthropic's clients send it
+            scheme, key = "bearer", exchange.headers["x-api-key"]
         given = _digest(key.encode("latin-1"))
         known = [hmac.compare_digest(given, digest) for digest in self._keys]
         if scheme.lower() != "bearer" or not any(known):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from rvllm.api.front import Front, Prompt, Served
+from rvllm.api.front import Front, Generation, Prompt, Served
 from rvllm.api.http import DONE, Exchange, Routes, event, while_connected
+from rvllm.api.messages import CountBody, MessageReply, MessagesBody
+from rvllm.api.messages import error_shape as anthropic_error
 from rvllm.api.replies import ChatReply, CompletionReply, Reply
 from rvllm.api.requests import (
     ChatBody,
@@ -20,9 +22,12 @@ from rvllm.api.requests import (
     TokenizeBody,
     parse,
 )
+from rvllm.api.responses import ResponseReply, ResponsesBody
 from rvllm.api.tools import Tools, reader_for, tools_of
+from rvllm.api.turns import TurnReply, typed_event
 from rvllm.errors import BadRequest, PromptTooLong
 from rvllm.sampling.params import SamplingParams
+from rvllm.text.answer import AnswerReader
 from rvllm.text.tool_formats import Mistral
 from rvllm.version import VERSION
 
@@ -58,9 +63,25 @@ def routes(front: Front) -> Routes:
         "/v1/models/": {"GET": api.one_model},
         "/v1/completions": {"POST": api.completions},
         "/v1/chat/completions": {"POST": api.chat},
+        "/v1/responses": {"POST": api.responses},
+        "/v1/messages": {"POST": api.messages},
+        "/v1/messages/count_tokens": {"POST": api.count_tokens},
+        "/v1/embeddings": {"POST": api.embeddings},
         "/tokenize": {"POST": api.tokenize},
         "/detokenize": {"POST": api.detokenize},
     }
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    """A chat that is about to begin. reader: makes who reads one completion; top: as in SamplingParams.logprobs."""
+
+    served: Served
+    name: str
+    generation: Generation
+    tools: Tools
+    top: int | None
+    reader: Callable[[], AnswerReader]
 
 
 class Api:
@@ -114,8 +135,56 @@ class Api:
 
     async def chat(self, exchange: Exchange) -> None:
         data = await exchange.body()
-        served = self._front.ready()
         body = parse(data, ChatBody)
+        chat = await self._begin_chat(data, body)
+        reply = ChatReply(
+            chat.generation,
+            chat.name,
+            chat.served.texts,
+            chat.top,
+            _options(body),
+            reader=chat.reader,
+            named=chat.tools.named,
+            thoughts=body.include_reasoning is not False,
+            short_ids=chat.served.families.calls is Mistral,
+        )
+        await while_connected(exchange, _answer(exchange, reply, bool(body.stream)))
+
+    async def responses(self, exchange: Exchange) -> None:
+        data = await exchange.body()
+        body = parse(data, ResponsesBody)
+        chat = await self._begin_chat(data, body.chat())
+        reply = ResponseReply(chat.generation, chat.name, chat.reader(), body=body)
+        exchange.shape = reply.error_shape
+        await while_connected(exchange, _answer_turn(exchange, reply, bool(body.stream)))
+
+    async def messages(self, exchange: Exchange) -> None:
+        exchange.shape = anthropic_error
+        data = await exchange.body()
+        body = parse(data, MessagesBody)
+        chat = await self._begin_chat(data, body.chat())
+        reply = MessageReply(chat.generation, chat.name, chat.reader())
+        await while_connected(exchange, _answer_turn(exchange, reply, bool(body.stream)))
+
+    async def count_tokens(self, exchange: Exchange) -> None:
+        exchange.shape = anthropic_error
+        data = await exchange.body()
+        served = self._front.ready()
+        body = parse(data, CountBody)
+        self._front.name(body.model)
+        chat = body.chat()
+        tools_of(chat.tools, chat.tool_choice, chat.parallel_tool_calls, served.families)
+        ids = await _aside(data, lambda: chat_ids(served, chat, chat.tools))
+        await exchange.reply_json({"input_tokens": len(ids)})
+
+    async def embeddings(self, exchange: Exchange) -> None:
+        await exchange.body()
+        self._front.ready()
+        raise BadRequest("this model writes text: it makes no embeddings", param="model")
+
+    async def _begin_chat(self, data: bytes, body: ChatBody) -> _Chat:
+        """A chat whose completions are checked, and not begun. Raises BadRequest, HttpError."""
+        served = self._front.ready()
         name = self._front.name(body.model)
         body.check()
         top = _top_logprobs(served, body)
@@ -135,18 +204,7 @@ class Api:
         except BadRequest as cause:
             cause.param = "messages" if cause.param == "prompt" else cause.param
             raise
-        reply = ChatReply(
-            generation,
-            name,
-            served.texts,
-            top,
-            _options(body),
-            reader=lambda: reader_for(served.families, tools, prompt_end),
-            named=tools.named,
-            thoughts=body.include_reasoning is not False,
-            short_ids=served.families.calls is Mistral,
-        )
-        await while_connected(exchange, _answer(exchange, reply, bool(body.stream)))
+        return _Chat(served, name, generation, tools, top, lambda: reader_for(served.families, tools, prompt_end))
 
     async def tokenize(self, exchange: Exchange) -> None:
         data = await exchange.body()
@@ -189,6 +247,28 @@ async def _answer(exchange: Exchange, reply: Reply, stream: bool) -> None:
         return
     last = reply.last_chunk()
     await exchange.end((b"" if last is None else event(last)) + DONE)
+
+
+async def _answer_turn(exchange: Exchange, reply: TurnReply, stream: bool) -> None:
+    """Reply with blocks, as they come or at the end."""
+    if stream and not reply.generation.formed:
+        await _begin_turn(exchange, reply)
+    async with aclosing(reply.generation.deltas()) as batches:
+        async for batch in batches:
+            if stream and not exchange.begun:
+                await _begin_turn(exchange, reply)
+            data = b"".join(map(typed_event, reply.take(batch)))
+            if stream and data:
+                await exchange.events(data)
+    if stream:
+        await exchange.end(b"".join(map(typed_event, reply.closing())))
+    else:
+        await exchange.reply_json(reply.whole())
+
+
+async def _begin_turn(exchange: Exchange, reply: TurnReply) -> None:
+    await exchange.begin_events()
+    await exchange.events(b"".join(map(typed_event, reply.opening())))
 
 
 async def _aside(data: bytes, work: Callable[[], Result]) -> Result:

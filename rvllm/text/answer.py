@@ -35,10 +35,7 @@ class NamedCall:
 
 
 class AnswerReader:
-    """Reads one completion. most_calls: of those that come, how many are told; None: all.
-
-    called, thought: whether there were any.
-    """
+    """Reads one completion. most_calls: of those that come, how many are told; None: all. calls: so many were told."""
 
     def __init__(
         self,
@@ -48,6 +45,11 @@ class AnswerReader:
     ) -> None:
         self._thoughts, self._calls, self._most = thoughts, calls, most_calls
         self.calls = 0
+
+    @property
+    def thinking(self) -> bool:
+        """Whether the next token is part of thoughts, as far as is known."""
+        return self._thoughts is not None and self._thoughts.thinking
 
     def push(self, text: str) -> list[AnswerPart]:
         """What became certain with `text`."""
@@ -110,14 +112,21 @@ def _by_template(tokenizer: Tokenizer) -> type[CallReader] | None:
     """Whoever reads the calls that the model's chat template writes."""
     question = {"role": "user", "content": "x"}
     answer = {"role": "assistant", "content": "", "tool_calls": [SAMPLE_CALL]}
+
+    def rendered(*messages: Mapping[str, object], begins: bool) -> str:
+        ids = tokenizer.apply_chat_template(messages, tools=[SAMPLE_TOOL], add_generation_prompt=begins)
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
     try:
-        asked = tokenizer.apply_chat_template([question], tools=[SAMPLE_TOOL])
-        told = tokenizer.apply_chat_template([question, answer], tools=[SAMPLE_TOOL], add_generation_prompt=False)
-    except BadRequest:  # there is none, or it knows no tools
+        whole = rendered(question, answer, begins=False)
+        befores = [rendered(question, begins=begins) for begins in (True, False)]
+    except BadRequest:  # there is no template, or it knows no tools
         return None
-    before, written = (tokenizer.decode(ids, skip_special_tokens=False) for ids in (asked, told))
-    same = next((at for at, pair in enumerate(zip(before, written)) if pair[0] != pair[1]), len(before))
-    return reader_for(written[same:])
+    # An answer may be begun in another way than it is told, with thoughts. Where both go on with one character, as
+    # <think> and <tool_call> do, all that comes after the question is looked at.
+    cuts = [next((at for at, (x, y) in enumerate(zip(whole, one)) if x != y), len(one)) for one in befores]
+    found = (reader_for(whole[cut:]) for cut in cuts)
+    return next((reader for reader in found if reader is not None), None)
 
 
 def _unknown(flag: str, name: str, known: Mapping[str, object]) -> StartError:

@@ -53,9 +53,9 @@ class ThoughtReader:
         self._begun = False  # whether thoughts, or the answer behind them, have begun
 
     @property
-    def answering(self) -> bool:
-        """Whether thoughts are over, or there were none."""
-        return self._state == "answer"
+    def thinking(self) -> bool:
+        """Whether it is in the middle of thoughts."""
+        return self._state == "thoughts"
 
     def push(self, text: str) -> tuple[str, str]:
         """What became certain with `text`: of the thoughts, and of the answer."""

@@ -155,7 +155,7 @@ SAMPLE_CALL = {
 def reader_for(written: str) -> type[CallReader] | None:
     """Whoever reads `written`, in which a model's own template calls SAMPLE_TOOL; None where nobody does."""
     schemas: Schemas = {_SAMPLE.name: SAMPLE_TOOL["function"]["parameters"]}  # type: ignore[index]
-    for kind in (QwenCoder, Hermes, Mistral, Deepseek, Llama4, Llama, Granite, Jamba, Internlm, Phi, Pythonic):
+    for kind in (QwenCoder, Hermes, Mistral, Deepseek, Llama, Pythonic, Llama4, Granite, Jamba, Internlm, Phi):
         reader = kind(schemas)
         parts = reader.push(written) + reader.finish()
         if [part for part in parts if isinstance(part, Call)] == [_SAMPLE]:

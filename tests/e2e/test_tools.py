@@ -10,6 +10,10 @@ from typing import Any
 import openai
 import pytest
 
+from rvllm.text.answer import Families
+from rvllm.text.tokenizer import Tokenizer
+from rvllm.text.tool_calls import CallReader
+from rvllm.text.tool_formats import Hermes, Llama, Mistral, Pythonic, QwenCoder
 from tests.fixtures.engines import at_rest, until
 from tests.fixtures.models import EOS, Options, TinyModel, chain_model, probe, random_model
 from tests.fixtures.servers import Server, serving, starting
@@ -193,6 +197,47 @@ def test_a_family_that_is_not_known_is_refused_with_those_that_are(
     with starting(calling.folder, flag, "klingon", folder=tmp_path / "server") as refused:
         assert refused.ended() == 1
         assert refused.told(f"{flag} klingon is not done") and refused.told("mistral")
+
+
+def test_more_calls_than_one_only_where_they_are_wanted(tmp_path: Path) -> None:
+    two = ["<tool_call>", '{"name": "get_w"}', "</tool_call>\n", "<tool_call>\n", '{"name": "other"}', "</tool_call>"]
+    model = chain_model(tmp_path / "model", [*two, EOS], Options(template=HERMES))
+    with serving(model.folder, "--served-model-name", "m", folder=tmp_path / "server") as twice:
+        message, _ = both(twice, tools=TOOLS)
+        assert named(message) == [("get_w", {}), ("other", {})] and message["content"] is None
+        message, reason = both(twice, tools=TOOLS, parallel_tool_calls=False)
+        assert named(message) == [("get_w", {})] and reason == "tool_calls"
+
+
+FUNCTION = "{% for call in m.tool_calls or [] %}{% set f = call.function %}"
+STYLES = {
+    Hermes: FUNCTION + """{{ '\\n<tool_call>\\n' ~ (f | tojson) ~ '\\n</tool_call>' }}{% endfor %}""",
+    Llama: FUNCTION
+    + """{{ '{"name": "' ~ f.name ~ '", "parameters": ' ~ (f.arguments | tojson) ~ '}' }}{% endfor %}""",
+    Mistral: FUNCTION
+    + """{{ '[TOOL_CALLS] [{"name": "' ~ f.name ~ '", "arguments": ' ~ (f.arguments | tojson) ~ ', "id": "' ~ call.id ~ '"}]' }}{% endfor %}""",
+    QwenCoder: FUNCTION
+    + """{{ '<tool_call>\\n<function=' ~ f.name ~ '>\\n' }}{% for k, v in f.arguments.items() %}{{ '<parameter=' ~ k ~ '>\\n' ~ v ~ '\\n</parameter>\\n' }}{% endfor %}{{ '</function>\\n</tool_call>' }}{% endfor %}""",
+    Pythonic: "{% if m.tool_calls %}[{% for call in m.tool_calls %}{{ call.function.name }}({% for k, v in call.function.arguments.items() %}{{ k }}={{ v | tojson }}{% endfor %}){% endfor %}]{% endif %}",
+    None: "",
+}
+
+
+@pytest.mark.parametrize("reader", STYLES)
+@pytest.mark.parametrize("thinks", [False, True])
+def test_the_reader_of_calls_is_the_one_that_reads_what_the_template_writes(
+    tmp_path: Path, reader: type[CallReader] | None, thinks: bool
+) -> None:
+    begin = "{{ '<|im_start|>assistant\n' }}" + ("{{ '<think>\n' }}" if thinks else "")
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+        + STYLES[reader]
+        + "{{ '<|im_end|>\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}" + begin + "{% endif %}"
+    )
+    model = chain_model(tmp_path / "model", ["a", EOS], Options(template=template))
+    found = Families.of(Tokenizer.from_pretrained(str(model.folder)), None, "")
+    assert found.calls is reader
 
 
 # --- Thoughts
