@@ -36,13 +36,15 @@ class TokenTexts:
     def _of(self, token_id: int) -> tuple[str, bytes]:
         text = self._tokenizer.decode([token_id], skip_special_tokens=False)
         spelled = self._tokenizer.token_of(token_id) or ""
+        match = _BYTE_TOKEN.fullmatch(spelled)
+        if match and text != spelled:
+            data = bytes([int(match[1], 16)])
+            return (data.decode() if data.isascii() else text), data
         blanks = len(spelled) - len(spelled.lstrip(_BLANK))
         if blanks and text.startswith(" " * (blanks - 1)) and not text.startswith(" " * blanks):
             text = " " + text  # which decoders take from the start of a text
         if _BROKEN not in text:
             return text, text.encode()
-        if match := _BYTE_TOKEN.fullmatch(spelled):
-            return text, bytes([int(match[1], 16)])
         if spelled and all(character in _BYTES for character in spelled):
             return text, bytes(_BYTES[character] for character in spelled)
         return text, text.encode()

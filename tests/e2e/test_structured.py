@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -176,6 +177,17 @@ def test_a_client_that_goes_away_takes_its_request_along(server: Server) -> None
     until(lambda: server.stats().load.running == 1, 5)
     connection.close()
     until(lambda: at_rest(server.stats()), 5)
+
+
+def test_blanks_of_tokens_count_where_a_tokenizer_spells_them(tmp_path: Path) -> None:
+    words = ('{"', "  ", "   tw", " o")
+    model = random_model(tmp_path / "model", options=Options(tokenizer="spm", words=words))
+    llm = LLM(str(model.folder), device="cpu", seed=1)
+    forms = [{"choice": ["a   two", " two", "  o"]}, {"json": SCHEMA, "disable_any_whitespace": True}]
+    for number, form in enumerate(forms):
+        params = SamplingParams(n=6, max_tokens=200, structured_outputs=form)  # type: ignore[arg-type]
+        texts = [one.text for one in llm.generate("x", params)[0].outputs]
+        assert all(right(text) if number else text in forms[0]["choice"] for text in texts), texts
 
 
 def test_the_python_api_holds_to_forms_too(model: TinyModel) -> None:
