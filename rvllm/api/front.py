@@ -23,6 +23,9 @@ from rvllm.text.tokenizer import Tokenizer
 MOST_CHOICES = 1024
 """Completions of one request: of all its prompts together."""
 
+MOST_FORM_CHARACTERS = 16 << 20
+"""Of the forms of all its completions: each takes its own to the engine."""
+
 
 @dataclass(frozen=True, slots=True)
 class Served:
@@ -112,6 +115,14 @@ class Front:
                 f"{len(prompts):,} prompts with n of {params.n:,} are {len(prompts) * params.n:,} completions, the "
                 f"limit is {MOST_CHOICES:,}",
                 param="n",
+                hint="send fewer at once",
+            )
+        form = params.structured_outputs
+        if form is not None and form.size * len(prompts) * params.n > MOST_FORM_CHARACTERS:
+            raise BadRequest(
+                f"structured_outputs has {form.size:,} characters for each of {len(prompts) * params.n:,} completions, "
+                f"the limit is {MOST_FORM_CHARACTERS:,} in all",
+                param="structured_outputs",
                 hint="send fewer at once",
             )
         params = with_bad_word_ids(served.tokenizer, params)

@@ -15,7 +15,7 @@ from rvllm.api.requests import StreamOptions
 from rvllm.text.answer import AnswerPart, AnswerReader, Thought
 from rvllm.text.completion import Delta, Logprobs
 from rvllm.text.token_text import TokenTexts
-from rvllm.text.tool_calls import Call
+from rvllm.text.tool_calls import Call, More, calls_in
 from rvllm.version import VERSION
 
 LEAST_LOGPROB = -9999.0
@@ -121,7 +121,7 @@ class ChatReply(Reply):
         }
 
     def _message(self, parts: Sequence[AnswerPart]) -> Json:
-        calls = [part for part in parts if isinstance(part, Call)]
+        calls = calls_in(parts)
         text = "".join(part for part in parts if isinstance(part, str))
         message: Json = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         thought = "".join(part.text for part in parts if isinstance(part, Thought))
@@ -165,6 +165,8 @@ class ChatReply(Reply):
             elif isinstance(part, Call):
                 told.append({"tool_calls": [{"index": calls} | self._call(part)]})
                 calls += 1
+            elif isinstance(part, More):
+                told.append({"tool_calls": [{"index": calls - 1, "function": {"arguments": part.text}}]})
             elif self.thoughts:
                 told.append(_thought(part.text))
         return told

@@ -17,7 +17,7 @@ import msgspec
 from rvllm.api.front import Choice, Generation
 from rvllm.text.answer import AnswerPart, AnswerReader, Thought
 from rvllm.text.completion import Delta
-from rvllm.text.tool_calls import Call
+from rvllm.text.tool_calls import Call, More
 
 Json = dict[str, Any]
 
@@ -100,8 +100,11 @@ class TurnReply(ABC):
             if isinstance(part, Call):
                 yield from self._end()
                 yield from self._begin("call", part)
-                yield from self._grow(part.arguments)
-                yield from self._end()
+                if part.arguments:
+                    yield from self._grow(part.arguments)
+                continue
+            if isinstance(part, More):
+                yield from self._grow(part.text)
                 continue
             kind, text = ("thought", part.text) if isinstance(part, Thought) else ("text", part)
             if not self._open or self.blocks[-1].kind != kind:

@@ -72,8 +72,8 @@ class Compiler(Generic[Owner]):
             if isinstance(job, Vocabulary):
                 try:
                     self._engine.learn(job)
-                except BadRequest as cause:
-                    self._refusal = cause
+                except BaseException as cause:  # a panic of the library's is no Exception
+                    self._refusal = cause if isinstance(cause, BadRequest) else _fault(cause)
                 continue
             self._done.append(Compiled(*job, self._error(job[1])))
             with suppress(OSError):  # full: it wakes anyway; closed: nobody waits any more
@@ -88,6 +88,10 @@ class Compiler(Generic[Owner]):
             grammars.compile(asked)
         except RvllmError as cause:
             return cause
-        except Exception as cause:  # a fault of the library's must not end the engine
-            return BadRequest(f"the grammar cannot be compiled: {cause}", param="structured_outputs")
+        except BaseException as cause:  # a panic of the library's is no Exception, and must not end this thread
+            return _fault(cause)
         return None
+
+
+def _fault(cause: BaseException) -> BadRequest:
+    return BadRequest(f"the grammar cannot be compiled: {type(cause).__name__}", param="structured_outputs")

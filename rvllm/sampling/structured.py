@@ -58,9 +58,13 @@ class StructuredOutputsParams:
         given = [name for name in KINDS if getattr(self, name) is not None]
         if len(given) != 1:
             raise _wrong(f"exactly one of {', '.join(KINDS)} has to be given, there is {' and '.join(given) or 'none'}")
-        size = sum(len(text) for text in (self.json, self.regex, self.grammar, *(self.choice or ())) if text)
-        if size > MOST_CHARACTERS:
-            raise _wrong(f"{given[0]} has {size:,} characters, the limit is {MOST_CHARACTERS:,}")
+        if self.size > MOST_CHARACTERS:
+            raise _wrong(f"{given[0]} has {self.size:,} characters, the limit is {MOST_CHARACTERS:,}")
+
+    @property
+    def size(self) -> int:
+        """Characters of the schema or the grammar."""
+        return sum(len(text) for text in (self.json, self.regex, self.grammar, *(self.choice or ())) if text)
 
     @classmethod
     def parse(cls, given: object) -> StructuredOutputsParams:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rvllm.errors import BadRequest, StartError
 from rvllm.text.reasoning import REASONING, Thinking, ThoughtReader
 from rvllm.text.tokenizer import Tokenizer
-from rvllm.text.tool_calls import Call, CallReader, Part
+from rvllm.text.tool_calls import Call, CallReader, More, Part
 from rvllm.text.tool_formats import READERS, SAMPLE_CALL, SAMPLE_TOOL, reader_for
 
 
@@ -17,21 +17,23 @@ class Thought:
     text: str
 
 
-AnswerPart = Thought | str | Call
+AnswerPart = Thought | Part
 
 
 class NamedCall:
     """Reads a text that is nothing but the arguments of one tool's call."""
 
     def __init__(self, name: str) -> None:
-        self._name, self._text = name, ""
+        self._name, self._begun = name, False
 
     def push(self, text: str) -> list[Part]:
-        self._text += text
-        return []
+        if self._begun:
+            return [More(text)]
+        self._begun = bool(text.strip())
+        return [Call(self._name, text.lstrip())] if self._begun else []
 
     def finish(self) -> list[Part]:
-        return [Call(self._name, self._text.strip())] if self._text.strip() else []
+        return []
 
 
 class AnswerReader:
@@ -45,6 +47,7 @@ class AnswerReader:
     ) -> None:
         self._thoughts, self._calls, self._most = thoughts, calls, most_calls
         self.calls = 0
+        self._skips = False  # whether the call that comes is one too many
 
     @property
     def thinking(self) -> bool:
@@ -71,10 +74,10 @@ class AnswerReader:
         found: list[AnswerPart] = []
         for part in parts:
             if isinstance(part, Call):
-                if self._most is not None and self.calls >= self._most:
-                    continue
-                self.calls += 1
-            found.append(part)
+                self._skips = self._most is not None and self.calls >= self._most
+                self.calls += not self._skips
+            if isinstance(part, str) or not self._skips:
+                found.append(part)
         return found
 
 

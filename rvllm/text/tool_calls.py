@@ -1,12 +1,14 @@
 """Calls of tools in what a model writes, as it comes: the machines that read them. Knows no family's format.
 
 A machine goes by characters, never by how text was cut into pieces, so a stream and a whole text give the same. A call
-comes out once it is complete; what only looked like one comes out as text, nothing is lost.
+comes out once its name is certain, and its arguments as they come, where they are written as JSON; else once it is
+complete. What only looked like a call comes out as text, nothing is lost.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,13 +20,20 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """`arguments`: an object's JSON text."""
+    """`arguments`: an object's JSON text, or its beginning, where More follows."""
 
     name: str
     arguments: str
 
 
-Part = str | Call
+@dataclass(frozen=True, slots=True)
+class More:
+    """More of the arguments of the call before."""
+
+    text: str
+
+
+Part = str | Call | More
 
 
 class CallReader(ABC):
@@ -153,6 +162,7 @@ class Brackets:
         return False
 
 
+_BEGUN = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*\{')
 _BETWEEN = " \t\r\n,;]"
 
 
@@ -171,17 +181,38 @@ class JsonCalls(CallReader):
         self._from: int | None = None  # where the object begins
         self._follows = False  # whether there was a call behind the marker
         self._value = Brackets()
+        self._arguments: Brackets | None = None  # of a call that has come out
+        self._over = False  # whether they are complete
 
     def _within(self, character: str, parts: list[Part]) -> None:
         inside = self._inside or ""
         if self._from is None and character == "{":
             self._from, self._value = len(inside) - 1, Brackets()
+            self._arguments, self._over = None, False
         if self._from is None:
             self._between(inside, parts)
-        elif self._value.ends(character):
+            return
+        ends = self._value.ends(character)
+        if self._arguments is None and character == "{" and (name := self._name(inside, self._from)):
+            self._arguments = Brackets()
+            self._tell(Call(name, ""), parts)
+        if self._arguments is not None and not self._over:
+            self._over = self._arguments.ends(character)
+            parts.append(More(character))
+        if not ends:
+            return
+        call = None
+        if self._arguments is None:
             call = self._call(inside, self._from)
             self._tell(inside if call is None else call, parts)
-            self._inside, self._from, self._follows = None if call is None else "", None, True
+        read = self._arguments is not None or call is not None
+        self._inside, self._from, self._follows, self._arguments = "" if read else None, None, True, None
+
+    def _name(self, inside: str, begin: int) -> str | None:
+        """The name of the call whose arguments begin with the last character of `inside`, if that is certain."""
+        found = _BEGUN.fullmatch(inside[begin:])
+        name = None if found is None else json_of(found[1])
+        return name if isinstance(name, str) and (self._marker or name in self._schemas) else None
 
     def _between(self, inside: str, parts: list[Part]) -> None:
         """Between a marker, or a call, and the next object."""
@@ -219,6 +250,8 @@ class JsonCalls(CallReader):
         return call_of(json_of(inside[begin:]), self._schemas, known=not self._marker)
 
     def _last(self, inside: str) -> str:
+        if self._arguments is not None:
+            return ""
         if not self._follows:
             return inside
         gap = self._gap(inside)
@@ -265,6 +298,17 @@ def call_of(value: Any, schemas: Schemas, *, known: bool) -> Call | None:
     return Call(name, arguments_of(arguments)) if isinstance(arguments, dict) else None
 
 
+def calls_in(parts: Iterable[object]) -> list[Call]:
+    """The calls among parts, each whole."""
+    found: list[Call] = []
+    for part in parts:
+        if isinstance(part, Call):
+            found.append(part)
+        elif isinstance(part, More):
+            found[-1] = Call(found[-1].name, found[-1].arguments + part.text)
+    return found
+
+
 def json_of(text: str) -> Any:
     """A value of JSON; None for what is no JSON."""
     try:
@@ -283,11 +327,14 @@ def arguments_of(value: Any) -> str:
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:
-    """Neighbouring texts as one, none empty."""
+    """Neighbouring texts as one, none empty, and neighbouring arguments."""
     found: list[Part] = []
     for part in parts:
-        if isinstance(part, str) and found and isinstance(found[-1], str):
-            found[-1] += part
+        last = found[-1] if found else None
+        if isinstance(part, str) and isinstance(last, str):
+            found[-1] = last + part
+        elif isinstance(part, More) and isinstance(last, More):
+            found[-1] = More(last.text + part.text)
         elif part:
             found.append(part)
     return found

@@ -17,6 +17,7 @@ from rvllm.text.tool_calls import (
     Regions,
     Schemas,
     arguments_of,
+    calls_in,
     json_of,
 )
 
@@ -39,11 +40,9 @@ class Mistral(JsonCalls):
     def _may_name(self, gap: str) -> bool:
         return self._BEGINNING.fullmatch(gap) is not None
 
-    def _call(self, inside: str, begin: int) -> Call | None:
-        named, arguments = self._NAME.fullmatch(self._gap(inside[:begin]).strip()), json_of(inside[begin:])
-        if named is None or not isinstance(arguments, dict):
-            return super()._call(inside, begin)
-        return Call(named[1], arguments_of(arguments))
+    def _name(self, inside: str, begin: int) -> str | None:
+        named = self._NAME.fullmatch(self._gap(inside[:begin]).strip())
+        return super()._name(inside, begin) if named is None else named[1]
 
 
 class Granite(JsonCalls):
@@ -157,8 +156,8 @@ def reader_for(written: str) -> type[CallReader] | None:
     schemas: Schemas = {_SAMPLE.name: SAMPLE_TOOL["function"]["parameters"]}  # type: ignore[index]
     for kind in (QwenCoder, Hermes, Mistral, Deepseek, Llama, Pythonic, Llama4, Granite, Jamba, Internlm, Phi):
         reader = kind(schemas)
-        parts = reader.push(written) + reader.finish()
-        if [part for part in parts if isinstance(part, Call)] == [_SAMPLE]:
+        calls = calls_in(reader.push(written) + reader.finish())
+        if [(call.name, json_of(call.arguments)) for call in calls] == [(_SAMPLE.name, json_of(_SAMPLE.arguments))]:
             return kind
     return None
 

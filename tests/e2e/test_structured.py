@@ -125,6 +125,8 @@ def test_a_text_that_is_cut_off_says_so_and_is_the_beginning_of_one(server: Serv
         ({"structured_outputs": {"grammar": "start: foo"}}, "structured_outputs", "foo"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs", "choice"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "structural_tag"),
+        ({"structured_outputs": {"regex": "a" * 20_000}, "n": 1000}, "structured_outputs", "in all"),
+        ({"structured_outputs": {"regex": "a" * (5 << 20)}}, "structured_outputs", "the limit is 4,194,304"),
         ({"structured_outputs": {"regex": "a"}, "guided_regex": "a"}, "structured_outputs", "one of them"),
         ({"structured_outputs": {"regex": "a"}, "allowed_token_ids": [1]}, "allowed_token_ids", "structured_outputs"),
     ],

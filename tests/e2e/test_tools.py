@@ -122,9 +122,12 @@ def test_without_tools_or_with_none_to_be_called_it_is_text(server: Server) -> N
         assert (message["content"], reason) == ("".join(CALLING), "stop") and "tool_calls" not in message
 
 
-def test_a_call_that_is_cut_off_is_text_and_says_length(server: Server) -> None:
+def test_a_call_that_is_cut_off_is_its_beginning_and_says_length(server: Server) -> None:
     message, reason = both(server, tools=TOOLS, max_tokens=5)
-    assert reason == "length" and message["content"] == "".join(CALLING[:5])
+    (call,) = message["tool_calls"]
+    assert (reason, call["function"]) == ("length", {"name": "get_w", "arguments": '{"city": "Ro'})
+    message, reason = both(server, tools=TOOLS, max_tokens=4)
+    assert reason == "length" and message["content"] == "".join(CALLING[:4])
 
 
 def test_log_probabilities_of_a_call_are_all_told(server: Server) -> None:

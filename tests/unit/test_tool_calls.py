@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rvllm.text.reasoning import REASONING, Thinking, ThoughtReader
-from rvllm.text.tool_calls import Bare, Call, CallReader
+from rvllm.text.tool_calls import Bare, Call, CallReader, More, Part, calls_in, joined
 from rvllm.text.tool_formats import READERS, reader_for
 
 SCHEMAS: dict[str, Any] = {
@@ -19,23 +19,17 @@ SCHEMAS: dict[str, Any] = {
 }
 
 
-def read(kind: type[CallReader], *pieces: str) -> list[str | Call]:
-    """All of it, neighbouring texts joined."""
+def read(kind: type[CallReader], *pieces: str) -> list[Part]:
+    """All of it, neighbouring texts and arguments joined."""
     reader = kind(SCHEMAS)
-    parts: list[str | Call] = []
-    for part in [part for piece in pieces for part in reader.push(piece)] + reader.finish():
-        if isinstance(part, str) and parts and isinstance(parts[-1], str):
-            parts[-1] += part
-        else:
-            parts.append(part)
-    return parts
+    return joined([part for piece in pieces for part in reader.push(piece)] + reader.finish())
 
 
-def calls(parts: list[str | Call]) -> list[tuple[str, Any]]:
-    return [(part.name, json.loads(part.arguments)) for part in parts if isinstance(part, Call)]
+def calls(parts: list[Part]) -> list[tuple[str, Any]]:
+    return [(call.name, json.loads(call.arguments)) for call in calls_in(parts)]
 
 
-def text(parts: list[str | Call]) -> str:
+def text(parts: list[Part]) -> str:
     return "".join(part for part in parts if isinstance(part, str))
 
 
@@ -132,7 +126,7 @@ def test_whatever_is_written_nothing_is_lost_but_what_frames_calls(name: str, pi
     written = "".join(pieces)
     parts = read(READERS[name], *pieces)
     assert parts == read(READERS[name], written)
-    if not calls(parts):
+    if not calls_in(parts):
         skips = READERS[name].skips
         kept, expected = text(parts), written
         for skip in skips:
@@ -146,7 +140,7 @@ def test_whatever_is_written_nothing_is_lost_but_what_frames_calls(name: str, pi
     ("name", "written"),
     [
         ("hermes", "nothing to call <tool_cal"),
-        ("hermes", '<tool_call>{"name": "get_w", "arguments": {"city": "Ro'),  # cut off
+        ("hermes", '<tool_call>{"name": "get_w", "argu'),  # cut off
         ("hermes", "<tool_call>none</tool_call>"),
         ("hermes", '<tool_call>{"name": "get_w", "arguments": [1]}</tool_call>'),
         ("llama3_json", '{"answer": 42}'),  # an answer in JSON is no call
@@ -172,10 +166,21 @@ def test_a_call_comes_out_as_soon_as_it_is_complete() -> None:
     assert reader.push("</tool_call>\n") == [] and reader.finish() == []
 
 
+def test_arguments_come_as_they_are_written_once_the_name_is_certain() -> None:
+    reader = READERS["hermes"](SCHEMAS)
+    assert reader.push('<tool_call>{"name": "get_w", "arguments": ') == []
+    assert reader.push('{"ci') == [Call("get_w", ""), More('{"ci')]
+    assert reader.push('ty": "} x') == [More('ty": "} x')]
+    assert reader.push('"}}</tool_c') == [More('"}')] and reader.finish() == []
+    other = READERS["mistral"](SCHEMAS)
+    assert other.push('[TOOL_CALLS]get_w{"city"') == [Call("get_w", ""), More('{"city"')]
+
+
 def test_a_list_that_a_grammar_made_is_read_call_by_call() -> None:
     reader = Bare(SCHEMAS)
-    assert reader.push('[{"name": "get_w", "arguments": {"city": "Rome"}}') == [Call("get_w", '{"city": "Rome"}')]
-    assert reader.push(', {"name": "no-args", "arguments": {}}]') == [Call("no-args", "{}")]
+    assert reader.push('[{"name": "get_w", "arguments": {"city"') == [Call("get_w", ""), More('{"city"')]
+    assert reader.push(': "Rome"}}') == [More(': "Rome"}')]
+    assert reader.push(', {"name": "no-args", "arguments": {}}]') == [Call("no-args", ""), More("{}")]
     assert reader.finish() == []
 
 
