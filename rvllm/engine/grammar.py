@@ -232,6 +232,8 @@ def _reason(inner: Any) -> str:
     """llguidance's words without the copy of the grammar that they end with, and without its own parts' states."""
     said = re.split(r"\n {1,4}\d+ \||\n<", str(inner.get_error()))[0]
     said = _PLACE.sub("", said, count=1)
+    if said.startswith("NoExtension"):
+        return "no text of the model's tokens has it"
     return " ".join(said.split())[:_MOST_SAID]
 
 
