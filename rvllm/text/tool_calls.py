@@ -53,7 +53,8 @@ class CallReader(ABC):
         self._firsts = frozenset(marker[0] for marker in self._markers)
         self._held = ""  # the beginning of a marker
         self._blank = ""  # blanks that are text if text follows
-        self._inside: str | None = None  # what came of a call, from its marker on
+        self._inside: str | None = None  # what came of a call, from its marker on, but for
+        self._more: list[str] = []  # its last characters: a text is copied for each that is added to it
         self._nothing = True  # whether only blanks came so far
         self._called = False
 
@@ -74,7 +75,7 @@ class CallReader(ABC):
         parts: list[Part] = []
         if self._inside is not None:
             inside, self._inside = self._inside, None
-            self._tell(self._last(inside), parts)
+            self._tell(self._last(inside + "".join(self._more)), parts)
         if self._held or not self._called:
             parts.append(self._blank + self._held)
         self._held = self._blank = ""
@@ -86,7 +87,7 @@ class CallReader(ABC):
 
     @abstractmethod
     def _within(self, character: str, parts: list[Part]) -> None:
-        """Take the last character of `_inside`, which is None once the call is over."""
+        """Take a character of a call, into `_inside` or `_more`. `_inside` is None once the call is over."""
 
     def _last(self, inside: str) -> str:
         """What is text of a call that came to no end."""
@@ -94,7 +95,6 @@ class CallReader(ABC):
 
     def _take(self, character: str, parts: list[Part]) -> None:
         if self._inside is not None:
-            self._inside += character
             self._within(character, parts)
             return
         if not self._held and character not in self._firsts:
@@ -104,7 +104,7 @@ class CallReader(ABC):
         if self._held in self._markers:
             marker, self._held = self._held, ""
             if marker in self.begins:
-                self._inside = marker
+                self._inside, self._more = marker, []
                 self._begin(marker)
             else:
                 self._blank = ""
@@ -119,7 +119,7 @@ class CallReader(ABC):
         if character.isspace():
             self._blank += character
         elif self._nothing and character in self.at_start:
-            self._inside = ""
+            self._inside, self._more = "", []
             self._begin("")
             self._take(character, parts)
         else:
@@ -140,7 +140,7 @@ class Brackets:
     """Finds the end of a value that begins with a bracket, as JSON and Python write them; quotes hide brackets."""
 
     def __init__(self, quotes: str = '"') -> None:
-        self._quotes, self._depth, self._quote, self._escaped = quotes, 0, "", False
+        self._quotes, self.depth, self._quote, self._escaped = quotes, 0, "", False
 
     def ends(self, character: str) -> bool:
         """Whether the value ends with this one."""
@@ -155,14 +155,15 @@ class Brackets:
         if character in self._quotes:
             self._quote = character
         elif character in "{[(":
-            self._depth += 1
+            self.depth += 1
         elif character in "}])":
-            self._depth -= 1
-            return self._depth <= 0
+            self.depth -= 1
+            return self.depth <= 0
         return False
 
 
 _BEGUN = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*\{')
+_LONGEST_HEAD = 1024  # characters before a call's arguments, and of a name
 _BETWEEN = " \t\r\n,;]"
 
 
@@ -178,7 +179,7 @@ class JsonCalls(CallReader):
 
     def _begin(self, marker: str) -> None:
         self._marker = marker
-        self._from: int | None = None  # where the object begins
+        self._object = False  # whether an object has begun: it is in `_more`
         self._follows = False  # whether there was a call behind the marker
         self._value = Brackets()
         self._arguments: Brackets | None = None  # of a call that has come out
@@ -186,31 +187,46 @@ class JsonCalls(CallReader):
 
     def _within(self, character: str, parts: list[Part]) -> None:
         inside = self._inside or ""
-        if self._from is None and character == "{":
-            self._from, self._value = len(inside) - 1, Brackets()
-            self._arguments, self._over = None, False
-        if self._from is None:
-            self._between(inside, parts)
+        if not self._object and character in _BETWEEN and not self._gap(inside):
+            self._more.append(character)
             return
+        if not self._object:
+            inside = self._inside = inside + "".join(self._more)
+            self._more = []
+        if not self._object and character != "{":
+            self._inside = inside + character
+            self._between(self._inside, parts)
+            return
+        if not self._object:
+            self._object, self._value = True, Brackets()
+            self._arguments, self._over = None, False
         ends = self._value.ends(character)
-        if self._arguments is None and character == "{" and (name := self._name(inside, self._from)):
-            self._arguments = Brackets()
-            self._tell(Call(name, ""), parts)
+        if self._arguments is None:
+            self._more.append(character)
+            if character == "{" and (name := self._name()):
+                self._arguments = Brackets()
+                self._tell(Call(name, ""), parts)
         if self._arguments is not None and not self._over:
             self._over = self._arguments.ends(character)
             parts.append(More(character))
-        if not ends:
-            return
-        call = None
-        if self._arguments is None:
-            call = self._call(inside, self._from)
-            self._tell(inside if call is None else call, parts)
-        read = self._arguments is not None or call is not None
-        self._inside, self._from, self._follows, self._arguments = "" if read else None, None, True, None
+        if ends:
+            self._end_object(inside, parts)
 
-    def _name(self, inside: str, begin: int) -> str | None:
-        """The name of the call whose arguments begin with the last character of `inside`, if that is certain."""
-        found = _BEGUN.fullmatch(inside[begin:])
+    def _end_object(self, inside: str, parts: list[Part]) -> None:
+        written = "".join(self._more)
+        if self._arguments is None:
+            call = call_of(json_of(written), self._schemas, known=not self._marker)
+            self._tell(call or inside + written, parts)
+            self._inside = None if call is None else ""
+        else:
+            self._inside = ""
+        self._object, self._more, self._follows, self._arguments = False, [], True, None
+
+    def _name(self) -> str | None:
+        """The name of the call whose arguments begin with the last character of the object, if that is certain."""
+        if self._value.depth != 2 or len(self._more) > _LONGEST_HEAD:
+            return None
+        found = _BEGUN.fullmatch("".join(self._more))
         name = None if found is None else json_of(found[1])
         return name if isinstance(name, str) and (self._marker or name in self._schemas) else None
 
@@ -245,10 +261,6 @@ class JsonCalls(CallReader):
         """Whether this may be a call's name, before its arguments."""
         return False
 
-    def _call(self, inside: str, begin: int) -> Call | None:
-        """The call that the object from `begin` on is, with what stands before it."""
-        return call_of(json_of(inside[begin:]), self._schemas, known=not self._marker)
-
     def _last(self, inside: str) -> str:
         if self._arguments is not None:
             return ""
@@ -277,8 +289,9 @@ class Regions(CallReader):
         self._marker = marker
 
     def _within(self, character: str, parts: list[Part]) -> None:
-        inside = self._inside or ""
-        if inside.endswith(self.end):
+        self._more.append(character)
+        if character == self.end[-1] and "".join(self._more[-len(self.end) :]) == self.end:
+            inside = (self._inside or "") + "".join(self._more)
             self._inside = None
             self._tell(self._call(inside) or inside, parts)
 

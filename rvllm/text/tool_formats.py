@@ -35,14 +35,14 @@ class Mistral(JsonCalls):
 
     begins = ("[TOOL_CALLS]",)
     _NAME = re.compile(r"([\w.-]+)(\[CALL_ID\]\w+)?(\[ARGS\])?")
-    _BEGINNING = re.compile(r"[\w.-]+(\[[A-Z_]*\]?\w*)*")
+    _BEGINNING = re.compile(r"[\w.-]{1,256}(\[[A-Z_]{1,16}\]\w{0,256}){0,2}(\[[A-Z_]{0,16})?")
 
     def _may_name(self, gap: str) -> bool:
         return self._BEGINNING.fullmatch(gap) is not None
 
-    def _name(self, inside: str, begin: int) -> str | None:
-        named = self._NAME.fullmatch(self._gap(inside[:begin]).strip())
-        return super()._name(inside, begin) if named is None else named[1]
+    def _name(self) -> str | None:
+        named = self._NAME.fullmatch(self._gap(self._inside or "").strip())
+        return super()._name() if named is None else named[1]
 
 
 class Granite(JsonCalls):
@@ -72,12 +72,13 @@ class QwenCoder(Regions):
         name = head.strip().strip("\"'")
         if not name:
             return None
-        found = re.findall(r"<parameter=([^>]+)>(.*?)</parameter>", body, re.DOTALL)
         types = self._schemas.get(name, {}).get("properties", {})
-        given = {
-            key.strip(): _typed(value.removeprefix("\n").removesuffix("\n"), types.get(key.strip()))
-            for key, value in found
-        }
+        given = {}
+        for piece in body.split("</parameter>")[:-1]:
+            key, _, value = piece.partition("<parameter=")[2].partition(">")
+            if key.strip():
+                value = value.removeprefix("\n").removesuffix("\n")
+                given[key.strip()] = _typed(value, types.get(key.strip()))
         return Call(name, arguments_of(given))
 
 
@@ -105,8 +106,9 @@ class Pythonic(CallReader):
         self._marker, self._value = marker, Brackets("\"'")
 
     def _within(self, character: str, parts: list[Part]) -> None:
-        inside = self._inside or ""
+        self._more.append(character)
         if self._value.ends(character):
+            inside = (self._inside or "") + "".join(self._more)
             self._inside = None
             for part in python_calls(inside.removeprefix(self._marker).strip()) or (inside,):
                 self._tell(part, parts)

@@ -184,6 +184,8 @@ def test_a_bare_python_serves_with_it(archive: Path, cache: Path, tmp_path: Path
     with serving(model.folder, folder=tmp_path / "server", program=bare, RVLLM_CACHE=str(cache)) as server:
         reply = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "Capital of France?"}])
         assert reply.json["choices"][0]["message"]["content"] == "Paris."
+        formed = server.post("/v1/completions", prompt="x", structured_outputs={"choice": ["no"]})
+        assert formed.json["choices"][0]["text"] == "no", formed
         libraries = Path(f"/proc/{server.process.pid}/maps").read_text()
         assert all(
             f"{store(cache)}/{name}/{part}" in libraries for name in builds(cache) for part in ("httptools", "uvloop")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -197,6 +198,16 @@ def test_what_a_template_writes_finds_its_reader(
 
 def test_a_template_that_writes_no_call_has_no_reader() -> None:
     assert reader_for("\n<|im_end|>") is None and reader_for("None") is None
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral", "qwen3_coder"])
+@pytest.mark.parametrize("flood", [" ", "[AAA", '{"x":', "<parameter=a>", "{},"])
+def test_a_flood_of_anything_takes_time_by_its_length(name: str, flood: str) -> None:
+    kind = READERS[name]
+    begin_s = time.monotonic()
+    read(kind, kind.begins[0] + "x" + flood * 10_000 + "</function>!")
+    read(kind, kind.begins[0] + flood * 10_000 + "!")
+    assert time.monotonic() - begin_s < 5  # measured 0.1; where it goes by the square, 30 and more
 
 
 # --- Thoughts
