@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
 from rvllm.api.errors import HttpError, unavailable
+from rvllm.api.metrics import Metrics, Timeline
 from rvllm.engine.request import Request, check_request
 from rvllm.engine.scheduler import check_length
-from rvllm.errors import BadRequest
+from rvllm.errors import BadRequest, RvllmError
 from rvllm.link.client import AsyncEngineClient, Stream, news
 from rvllm.link.messages import Facts
 from rvllm.sampling.params import SamplingParams
@@ -50,13 +52,14 @@ class Choice:
     prompt: Prompt
     request: Request
     writer: Writer
+    line: Timeline
 
 
 @dataclass(slots=True)
 class Front:
     """`names` are the model's, the first in replies to requests that name none. `served`: once the model is ready.
 
-    begun: requests so far; stopping: no more are taken; loading: how far that is.
+    begun: requests so far; stopping: no more are taken; loading: how far that is; metrics: once the model is ready.
     """
 
     names: Sequence[str]
@@ -66,6 +69,7 @@ class Front:
     stopping: bool = False
     loading: str = "the model is being loaded"
     begun: int = 0
+    metrics: Metrics | None = None
 
     def ready(self) -> Served:
         """The model. Raises HttpError, 503, while there is none, or none any more."""
@@ -88,9 +92,12 @@ class Front:
             code="model_not_found",
         )
 
-    def generation(self, prompts: Sequence[Prompt], params: SamplingParams, terms: Terms) -> Generation:
-        """Completions of each prompt, all checked, none begun. Raises BadRequest, HttpError."""
-        served = self.ready()
+    def generation(self, prompts: Sequence[Prompt], params: SamplingParams, terms: Terms, asked_s: float) -> Generation:
+        """Completions of each prompt, all checked, none begun. asked_s: when they were asked for, on the monotonic
+        clock. Raises BadRequest, HttpError.
+        """
+        served, metrics = self.ready(), self.metrics
+        assert metrics is not None
         if len(prompts) * params.n > MOST_CHOICES:
             raise BadRequest(
                 f"{len(prompts):,} prompts with n of {params.n:,} are {len(prompts) * params.n:,} completions, the "
@@ -112,8 +119,9 @@ class Front:
                 seed = settled_seed(params, place, served.seed, self.begun)
                 index = len(choices)
                 request = Request(f"{name}-{index}", prompt.ids, params, seed, terms.priority, terms.cache_salt)
-                choices.append(Choice(index, prompt, request, Writer(served.tokenizer, request)))
-        return Generation(name, choices, served.client)
+                line = Timeline(metrics, asked_s, len(prompt.ids))
+                choices.append(Choice(index, prompt, request, Writer(served.tokenizer, request), line))
+        return Generation(name, choices, served.client, metrics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +131,16 @@ class Generation:
     name: str
     choices: Sequence[Choice]
     client: AsyncEngineClient
+    metrics: Metrics
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """While it is answered."""
+        self.metrics.asked(self.choices[0].request.params)
+        try:
+            yield
+        finally:
+            self.metrics.answered()
 
     async def deltas(self) -> AsyncGenerator[list[tuple[Choice, Delta]], None]:
         """What came since it was asked last, never nothing. Closing the iterator takes all out of the engine.
@@ -136,22 +154,33 @@ class Generation:
         if not others:
             return
         going = dict(zip(self.client.submit([drawing(choice.request) for choice in others]), others))
+        for choice in others:
+            choice.line.submit()
+        reason = "abort"
         try:
             while going:
                 await news(going)
                 if batch := self._take(going):
                     yield batch
+        except RvllmError:
+            reason = "error"
+            raise
         finally:
             self.client.abort([stream.request_id for stream in going])
+            for choice in going.values():
+                self.metrics.ended(choice.line, reason)
 
     def _take(self, going: dict[Stream, Choice]) -> list[tuple[Choice, Delta]]:
         """Write what there is, and take those that end, also by a stop string, out of `going` and the engine."""
         batch = []
         for stream, choice in list(going.items()):
-            for event in stream.take():
+            for event, came_s in zip(stream.take(), stream.times_s):
+                choice.line.came(event, came_s)
                 batch.append((choice, choice.writer.write(event)))
-                if choice.writer.finish_reason is not None:
+                if (reason := choice.writer.finish_reason) is not None:
                     self.client.abort([stream.request_id])
+                    self.metrics.ended(choice.line, reason)
                     del going[stream]
                     break
+        self.metrics.generated(len(batch))
         return batch

@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import hmac
 import sys
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -37,7 +38,7 @@ class Gone(Exception):
 class Exchange:
     """One request and its reply. `begun`: the status is on its way, so that an error can no longer be one.
 
-    name: what follows the route, where it ends in a /.
+    name: what follows the route, where it ends in a /. came_s: when it came, on the monotonic clock.
     """
 
     scope: Scope
@@ -45,6 +46,9 @@ class Exchange:
     send: Send
     name: str = ""
     begun: bool = False
+    status: int = 0
+    route: str = "none"
+    came_s: float = field(default_factory=time.monotonic)
     headers: dict[str, str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -105,12 +109,13 @@ class Exchange:
             pass
 
     async def _begin(self, status: int, headers: Mapping[str, str]) -> None:
-        self.begun = True
+        self.begun, self.status = True, status
         raw = [(key.encode("latin-1"), value.encode("latin-1")) for key, value in headers.items()]
         await self.send({"type": "http.response.start", "status": status, "headers": raw})
 
 
 Handler = Callable[[Exchange], Awaitable[None]]
+Ended = Callable[[Exchange], None]
 Routes = Mapping[str, Mapping[str, Handler]]
 """path -> method -> handler. A path that ends in / takes all that begin with it."""
 
@@ -121,13 +126,24 @@ def event(value: object) -> bytes:
 
 
 class App:
-    """The ASGI application: finds a request's handler, tells its errors. `keys` open all but `open_routes`."""
+    """The ASGI application: finds a request's handler, tells its errors. `keys` open all but `open_routes`.
 
-    def __init__(self, routes: Routes, *, keys: Iterable[str] = (), open_routes: Iterable[str] = ()) -> None:
+    ended: is told of every exchange when it is over; its status is 0 where the client was gone first.
+    """
+
+    def __init__(
+        self,
+        routes: Routes,
+        *,
+        keys: Iterable[str] = (),
+        open_routes: Iterable[str] = (),
+        ended: Ended = lambda exchange: None,
+    ) -> None:
         self._routes = routes
         self._prefixes = [path for path in routes if path.endswith("/")]
         self._keys = [_digest(key.encode()) for key in keys]
         self._open = frozenset(open_routes)
+        self._ended = ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -143,13 +159,16 @@ class App:
             if told.status == 500:
                 traceback.print_exception(error, file=sys.stderr)
             await exchange.refuse(told)
+        finally:
+            self._ended(exchange)
 
     def _handler(self, exchange: Exchange) -> Handler:
         path = exchange.scope["path"]
         methods = None if path in self._prefixes else self._routes.get(path)
+        exchange.route = path if methods is not None else "none"
         for prefix in self._prefixes:
             if methods is None and path.startswith(prefix) and path != prefix:
-                methods, exchange.name = self._routes[prefix], path.removeprefix(prefix)
+                methods, exchange.route, exchange.name = self._routes[prefix], prefix, path.removeprefix(prefix)
         if methods is None:
             raise HttpError(404, "there is nothing at this path", code="not_found")
         method = exchange.scope["method"]

@@ -47,6 +47,8 @@ def routes(front: Front) -> Routes:
         "/health": {"GET": api.health},
         "/ping": {"GET": api.health, "POST": api.health},
         "/version": {"GET": api.version},
+        "/metrics": {"GET": api.metrics},
+        "/load": {"GET": api.load},
         "/v1/models": {"GET": api.models},
         "/v1/models/": {"GET": api.one_model},
         "/v1/completions": {"POST": api.completions},
@@ -69,6 +71,21 @@ class Api:
 
     async def version(self, exchange: Exchange) -> None:
         await exchange.reply_json({"version": VERSION})
+
+    async def metrics(self, exchange: Exchange) -> None:
+        metrics = self._front.metrics
+        if metrics is None:
+            self._front.ready()  # raises: it is still being loaded
+        assert metrics is not None
+        if self._front.served is not None:
+            await metrics.engine.refresh(self._front.served.client)
+        data, kind = metrics.page(exchange.headers.get("accept", ""))
+        await exchange.reply(data, headers={"content-type": kind})
+
+    async def load(self, exchange: Exchange) -> None:
+        """Requests for text that are being answered."""
+        metrics = self._front.metrics
+        await exchange.reply_json({"server_load": 0 if metrics is None else metrics.going()})
 
     async def models(self, exchange: Exchange) -> None:
         data = [self._model(name) for name in self._front.names]
@@ -100,9 +117,10 @@ class Api:
         )
         terms = body.terms()
         prompts = await _aside(data, lambda: completion_prompts(served, body))
-        generation = self._front.generation(_cut(served, body, prompts), params, terms)
+        generation = self._front.generation(_cut(served, body, prompts), params, terms, exchange.came_s)
         reply = CompletionReply(generation, name, served.texts, body.logprobs, _options(body), echo=bool(body.echo))
-        await while_connected(exchange, _answer(exchange, reply, bool(body.stream)))
+        with generation.admitted():
+            await while_connected(exchange, _answer(exchange, reply, bool(body.stream)))
 
     async def chat(self, exchange: Exchange) -> None:
         data = await exchange.body()
@@ -118,12 +136,13 @@ class Api:
         terms = body.terms()
         prompt = Prompt(None, tuple(await _aside(data, lambda: chat_ids(served, body))))
         try:
-            generation = self._front.generation(_cut(served, body, [prompt]), params, terms)
+            generation = self._front.generation(_cut(served, body, [prompt]), params, terms, exchange.came_s)
         except BadRequest as cause:
             cause.param = "messages" if cause.param == "prompt" else cause.param
             raise
         reply = ChatReply(generation, name, served.texts, top, _options(body))
-        await while_connected(exchange, _answer(exchange, reply, bool(body.stream)))
+        with generation.admitted():
+            await while_connected(exchange, _answer(exchange, reply, bool(body.stream)))
 
     async def tokenize(self, exchange: Exchange) -> None:
         data = await exchange.body()

@@ -23,7 +23,8 @@ from typing import Any, TypeVar
 import uvicorn
 
 from rvllm.api.front import Front, Served
-from rvllm.api.http import App
+from rvllm.api.http import App, Exchange
+from rvllm.api.metrics import Metrics
 from rvllm.api.routes import OPEN_ROUTES, routes
 from rvllm.config import EngineConfig, ServerConfig
 from rvllm.errors import StartError
@@ -71,7 +72,7 @@ class Life:
         names = server.served_model_name or (config.model,)
         self._front = Front(names, config.model, int(time.time()))
         self._interrupted = False  # before the model was ready
-        app = App(routes(self._front), keys=server.api_key, open_routes=OPEN_ROUTES)
+        app = App(routes(self._front), keys=server.api_key, open_routes=OPEN_ROUTES, ended=self._ended)
         self._http = _Uvicorn(_uvicorn_config(app, server))
 
     async def lead(self, listener: socket.socket) -> None:
@@ -93,12 +94,18 @@ class Life:
 
     async def _follow_engine(self) -> None:
         """Have the model loaded, and wait for the engine's end. Raises what it ended with, but after a signal."""
+        listening_s = process_age_s()
         served = await self._load()
+        limits = served.facts.limits
+        metrics = Metrics(self._front.names[0], limits.max_model_len)
+        metrics.engine.facts = served.facts
+        stages = {"listening": listening_s, **dict(served.facts.startup_s), "ready": process_age_s()}
+        metrics.engine.stages = stages
+        metrics.watch_garbage()
         # All that is here now stays: the collector need not look at it again.
         gc.collect()
         gc.freeze()
-        self._front.served = served
-        limits = served.facts.limits
+        self._front.served, self._front.metrics = served, metrics
         self._note(
             f"ready: {', '.join(self._front.names)} on {served.facts.device}, a context of {limits.max_model_len:,} "
             f"tokens, a cache of {limits.blocks * limits.block_size:,}"
@@ -126,6 +133,11 @@ class Life:
         source = open_source(files, load_format=self._config.load_format, warn=lambda said: None)
         tokenizer = open_tokenizer(self._config, files, self._tell_progress)
         return tokenizer, source.config.vocab_size, default_params(self._config, source.generation)
+
+    def _ended(self, exchange: Exchange) -> None:
+        if self._front.metrics is not None:
+            method, seconds = exchange.scope["method"], time.monotonic() - exchange.came_s
+            self._front.metrics.replied(exchange.route, method, exchange.status, seconds)
 
     def _tell_progress(self, label: str, done: int, total: int) -> None:
         share = f" {100 * done // total} %" if total else ""
@@ -190,6 +202,15 @@ def _run(main: Coroutine[Any, Any, None]) -> None:
     finally:
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
+
+
+def process_age_s() -> float:
+    """Since this process began to be; 0 where there is no /proc."""
+    try:
+        fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 async def _in_thread(work: Callable[[], Result]) -> Result:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from operator import attrgetter
+from time import monotonic
 
 from rvllm.errors import BadRequest
 from rvllm.sampling.lookup import Past
@@ -52,7 +53,7 @@ class TokenEvent:
 
     `stop_id` is the token id that ended it, where one did. Log-probabilities are natural logs, when asked for. With the
     first token alone: `cached_tokens`, how many of the prompt's were in the cache, and, when asked for,
-    `prompt_logprobs` of the prompt's tokens but the first.
+    `prompt_logprobs` of the prompt's tokens but the first; `waited_s`, from its arrival to the step in which it began.
     """
 
     request_id: str
@@ -63,6 +64,7 @@ class TokenEvent:
     stop_id: int | None
     cached_tokens: int | None = None
     prompt_logprobs: tuple[Sampled, ...] | None = None
+    waited_s: float | None = field(default=None, compare=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +84,7 @@ class Sequence:
     row             how its next token is drawn; the position in it is counted on
     counted         whether its drawn tokens are counted, in `output_counts`: where there are penalties
     past            what its next tokens are guessed from, once they are
+    born_s          on the monotonic clock; `waited_s`: from there to the step in which it first began
     """
 
     request: Request
@@ -106,6 +109,13 @@ class Sequence:
     told: bool = False
     output_counts: Counter[int] = field(default_factory=Counter)
     past: Past | None = None
+    born_s: float = field(default_factory=monotonic)
+    waited_s: float | None = None
+
+    def begin(self) -> None:
+        """It is about to run, perhaps not for the first time."""
+        if self.waited_s is None:
+            self.waited_s = monotonic() - self.born_s
 
     @property
     def output_ids(self) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -64,12 +65,16 @@ class Stream:
 
     It ends with the token that has a finish reason, or when it is aborted; either way of reading raises the error that
     ended it. What nobody reads is kept: no more than the tokens that the request may have.
+
+    times_s: when each of the tokens last taken came, on the monotonic clock.
     """
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.ended = False
+        self.times_s: list[float] = []
         self._events: deque[TokenEvent] = deque()
+        self._came_s: list[float] = []
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -79,6 +84,7 @@ class Stream:
             raise self._error
         events = list(self._events)
         self._events.clear()
+        self.times_s, self._came_s = self._came_s, []
         return events
 
     async def wait(self) -> None:
@@ -100,13 +106,15 @@ class Stream:
     async def __anext__(self) -> TokenEvent:
         await self.wait()
         if self._events:
+            del self._came_s[0]
             return self._events.popleft()
         if self._error is not None:
             raise self._error
         raise StopAsyncIteration
 
-    def put(self, event: TokenEvent) -> None:
+    def put(self, event: TokenEvent, came_s: float) -> None:
         self._events.append(event)
+        self._came_s.append(came_s)
         self.ended = event.finish_reason is not None
         self._wake()
 
@@ -194,11 +202,12 @@ class Client(ABC):
 
     def _handle(self, message: FromEngine) -> None:
         if isinstance(message, Tokens):
+            came_s = time.monotonic()
             for event in message.events:
                 stream = self._streams.get(event.request_id)
                 if stream is None:
                     continue  # aborted while this was on its way
-                stream.put(event)
+                stream.put(event, came_s)
                 if stream.ended:
                     del self._streams[event.request_id]
         elif isinstance(message, Failed):
