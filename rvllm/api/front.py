@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
+from rvllm.api.admission import Admission
 from rvllm.api.errors import HttpError, unavailable
 from rvllm.api.metrics import Metrics, Timeline
 from rvllm.engine.request import Request, check_request
@@ -70,6 +72,7 @@ class Front:
     loading: str = "the model is being loaded"
     begun: int = 0
     metrics: Metrics | None = None
+    admission: Admission = field(default_factory=Admission)
 
     def ready(self) -> Served:
         """The model. Raises HttpError, 503, while there is none, or none any more."""
@@ -92,9 +95,11 @@ class Front:
             code="model_not_found",
         )
 
-    def generation(self, prompts: Sequence[Prompt], params: SamplingParams, terms: Terms, asked_s: float) -> Generation:
+    def generation(
+        self, prompts: Sequence[Prompt], params: SamplingParams, terms: Terms, asked_s: float, name: str
+    ) -> Generation:
         """Completions of each prompt, all checked, none begun. asked_s: when they were asked for, on the monotonic
-        clock. Raises BadRequest, HttpError.
+        clock; name: the request's, in its reply. Raises BadRequest, HttpError.
         """
         served, metrics = self.ready(), self.metrics
         assert metrics is not None
@@ -111,17 +116,17 @@ class Front:
             # Length first: ids are looked at one by one.
             check_length(len(prompt.ids), limits)
             check_request(prompt.ids, params, vocab_limit=limits.vocab_limit, max_logprobs=served.facts.max_logprobs)
-        name = uuid4().hex
+        unique = uuid4().hex  # for the engine, which has other fronts' requests too
         choices: list[Choice] = []
         for prompt in prompts:
             for place in range(params.n):
                 self.begun += 1
                 seed = settled_seed(params, place, served.seed, self.begun)
                 index = len(choices)
-                request = Request(f"{name}-{index}", prompt.ids, params, seed, terms.priority, terms.cache_salt)
+                request = Request(f"{unique}-{index}", prompt.ids, params, seed, terms.priority, terms.cache_salt)
                 line = Timeline(metrics, asked_s, len(prompt.ids))
                 choices.append(Choice(index, prompt, request, Writer(served.tokenizer, request), line))
-        return Generation(name, choices, served.client, metrics)
+        return Generation(name, choices, served.client, metrics, self.admission)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +137,29 @@ class Generation:
     choices: Sequence[Choice]
     client: AsyncEngineClient
     metrics: Metrics
+    admission: Admission
 
     @contextmanager
-    def admitted(self) -> Iterator[None]:
-        """While it is answered."""
-        self.metrics.asked(self.choices[0].request.params)
-        try:
-            yield
-        finally:
-            self.metrics.answered()
+    def admitted(self, key: int | None, told: dict[str, Any]) -> Iterator[None]:
+        """While it is answered. `key`: the number of the client's; told: is told lengths at the end, for the log.
+
+        Raises HttpError, 429, where there is too much to do.
+        """
+        n = self.choices[0].request.params.n
+        prompts = [(choice.index, len(choice.prompt.ids)) for choice in self.choices[::n]]
+        with self.admission.admitted(len(self.choices), prompts, key) as unread:
+            for choice in self.choices:
+                choice.line.began = partial(unread.read, choice.index)
+            self.metrics.asked(self.choices[0].request.params)
+            try:
+                yield
+            finally:
+                self.metrics.answered()
+                told |= {
+                    "prompt_tokens": sum(tokens for _, tokens in prompts),
+                    "completion_tokens": sum(choice.writer.token_count for choice in self.choices),
+                    "finish_reason": ",".join(choice.writer.finish_reason or "none" for choice in self.choices),
+                }
 
     async def deltas(self) -> AsyncGenerator[list[tuple[Choice, Delta]], None]:
         """What came since it was asked last, never nothing. Closing the iterator takes all out of the engine.

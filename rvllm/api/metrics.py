@@ -10,7 +10,7 @@ import asyncio
 import gc
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import prometheus_client
@@ -212,7 +212,7 @@ SOURCES = ("local_compute", "local_cache_hit")
 class Timeline:
     """One completion as a front sees it, on the monotonic clock. asked_s: when its request began to come in.
 
-    waited_s: in the engine, before its first step.
+    waited_s: in the engine, before its first step. began: is told when its first token came.
     """
 
     metrics: Metrics
@@ -223,6 +223,7 @@ class Timeline:
     first_s: float = 0.0
     last_s: float = 0.0
     tokens: int = 0
+    began: Callable[[], None] = lambda: None
 
     def submit(self) -> None:
         self.submitted_s = time.monotonic()
@@ -233,6 +234,7 @@ class Timeline:
             self.first_s = self.last_s = came_s
             self.waited_s = event.waited_s or 0.0
             self.metrics.begun(self, event)
+            self.began()
         elif came_s > self.last_s:
             self.metrics.went_on(came_s - self.last_s)
             self.last_s = came_s

@@ -57,6 +57,7 @@ class SamplingBody(ModelBody, kw_only=True):
     truncate_prompt_tokens: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    request_id: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # Accepted: they change nothing here.

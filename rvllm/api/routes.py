@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from rvllm.api.front import Front, Prompt, Served
-from rvllm.api.http import DONE, Exchange, Routes, event, while_connected
+from rvllm.api.http import DONE, REQUEST_ID, Exchange, Routes, event, while_connected
 from rvllm.api.replies import ChatReply, CompletionReply, Reply
 from rvllm.api.requests import (
     ChatBody,
@@ -117,9 +117,11 @@ class Api:
         )
         terms = body.terms()
         prompts = await _aside(data, lambda: completion_prompts(served, body))
-        generation = self._front.generation(_cut(served, body, prompts), params, terms, exchange.came_s)
+        generation = self._front.generation(
+            _cut(served, body, prompts), params, terms, exchange.came_s, _name(exchange, body)
+        )
         reply = CompletionReply(generation, name, served.texts, body.logprobs, _options(body), echo=bool(body.echo))
-        with generation.admitted():
+        with generation.admitted(exchange.key, exchange.told):
             await while_connected(exchange, _answer(exchange, reply, bool(body.stream)))
 
     async def chat(self, exchange: Exchange) -> None:
@@ -136,12 +138,14 @@ class Api:
         terms = body.terms()
         prompt = Prompt(None, tuple(await _aside(data, lambda: chat_ids(served, body))))
         try:
-            generation = self._front.generation(_cut(served, body, [prompt]), params, terms, exchange.came_s)
+            generation = self._front.generation(
+                _cut(served, body, [prompt]), params, terms, exchange.came_s, _name(exchange, body)
+            )
         except BadRequest as cause:
             cause.param = "messages" if cause.param == "prompt" else cause.param
             raise
         reply = ChatReply(generation, name, served.texts, top, _options(body))
-        with generation.admitted():
+        with generation.admitted(exchange.key, exchange.told):
             await while_connected(exchange, _answer(exchange, reply, bool(body.stream)))
 
     async def tokenize(self, exchange: Exchange) -> None:
@@ -187,6 +191,16 @@ async def _answer(exchange: Exchange, reply: Reply, stream: bool) -> None:
 async def _aside(data: bytes, work: Callable[[], Result]) -> Result:
     """Do what may take long, for a large body, in another thread."""
     return work() if len(data) <= INLINE_BYTES else await asyncio.to_thread(work)
+
+
+def _name(exchange: Exchange, body: SamplingBody) -> str:
+    """The request's: the header's, else the body's, else a new one."""
+    given = body.request_id
+    if given is None or exchange.headers.get("x-request-id"):
+        return exchange.request_id
+    if not REQUEST_ID.fullmatch(given):
+        raise BadRequest("request_id must be 1 to 128 visible ASCII characters", param="request_id")
+    return given
 
 
 def _options(body: SamplingBody) -> StreamOptions:

@@ -22,8 +22,12 @@ from typing import Any, TypeVar
 
 import uvicorn
 
+from rvllm.api.admission import Admission
+from rvllm.api.connection import Bounds, limited
+from rvllm.api.cors import Cors
 from rvllm.api.front import Front, Served
-from rvllm.api.http import App, Exchange
+from rvllm.api.http import App, Exchange, Rules
+from rvllm.api.log import Log
 from rvllm.api.metrics import Metrics
 from rvllm.api.routes import OPEN_ROUTES, routes
 from rvllm.config import EngineConfig, ServerConfig
@@ -52,7 +56,7 @@ def serve(
     """Serve until a signal. `note` is told what a user should know. Raises StartError, EngineDied."""
     with listening(server) as (listener, address), EngineProcess() as child:
         life = Life(config, server, child, note, progress)
-        note(f"listening at {address}, loading {config.model}")
+        life.note(f"listening at {address}, loading {config.model}")
         _run(life.lead(listener))
 
 
@@ -68,11 +72,27 @@ class Life:
         progress: Progress,
     ) -> None:
         self._config, self._server, self._child = config, server, child
-        self._note, self._progress = note, progress
+        log = Log(
+            note,
+            as_json=server.log_format == "json",
+            access=not server.disable_uvicorn_access_log,
+            quiet_routes=server.disable_access_log_for_endpoints,
+            requests=server.enable_log_requests,
+            stacks=server.log_error_stack,
+        )
+        self._log, self.note, self._progress = log, log.note, progress
         names = server.served_model_name or (config.model,)
-        self._front = Front(names, config.model, int(time.time()))
+        admission = Admission(server.max_num_queued_reqs, server.max_num_queued_tokens, server.max_requests_per_key)
+        self._front = Front(names, config.model, int(time.time()), admission=admission)
         self._interrupted = False  # before the model was ready
-        app = App(routes(self._front), keys=server.api_key, open_routes=OPEN_ROUTES, ended=self._ended)
+        app = App(
+            routes(self._front),
+            keys=server.api_key,
+            open_routes=OPEN_ROUTES,
+            rules=_rules(server),
+            ended=self._ended,
+            fault=log.fault,
+        )
         self._http = _Uvicorn(_uvicorn_config(app, server))
 
     async def lead(self, listener: socket.socket) -> None:
@@ -105,8 +125,9 @@ class Life:
         # All that is here now stays: the collector need not look at it again.
         gc.collect()
         gc.freeze()
+        self._front.admission.rejected = metrics.rejected
         self._front.served, self._front.metrics = served, metrics
-        self._note(
+        self.note(
             f"ready: {', '.join(self._front.names)} on {served.facts.device}, a context of {limits.max_model_len:,} "
             f"tokens, a cache of {limits.blocks * limits.block_size:,}"
         )
@@ -119,11 +140,11 @@ class Life:
         tokenizer, vocab_size, defaults = await _in_thread(self._open)
         tokenizer.check_fits(vocab_size)
         self._child.load(self._config, vocab_limit=tokenizer.vocab_size, eos_ids=frozenset(tokenizer.eos_token_ids))
-        told = Parent(death=self._child.end, progress=self._tell_progress, note=self._note)
+        told = Parent(death=self._child.end, progress=self._tell_progress, note=self.note)
         client = await AsyncEngineClient.over(self._child.link, told)
         facts = await client.ready()
         if tokenizer.chat_template is None:
-            self._note("the model has no chat template: chats are refused. hint: give one with --chat-template")
+            self.note("the model has no chat template: chats are refused. hint: give one with --chat-template")
         return Served(tokenizer, TokenTexts(tokenizer), defaults, self._config.seed, facts, client)
 
     def _open(self) -> tuple[Any, int, dict[str, Any]]:
@@ -135,6 +156,7 @@ class Life:
         return tokenizer, source.config.vocab_size, default_params(self._config, source.generation)
 
     def _ended(self, exchange: Exchange) -> None:
+        self._log.ended(exchange)
         if self._front.metrics is not None:
             method, seconds = exchange.scope["method"], time.monotonic() - exchange.came_s
             self._front.metrics.replied(exchange.route, method, exchange.status, seconds)
@@ -154,7 +176,7 @@ class Life:
         self._front.stopping = True
         limit_s = self._server.shutdown_timeout
         if self._front.served is not None and self._front.served.client.error is None:
-            self._note(f"stopping: requests may go on for {limit_s} s; another signal ends them")
+            self.note(f"stopping: requests may go on for {limit_s} s; another signal ends them")
             self._front.served.client.shutdown(limit_s)
         else:
             self._interrupted = number == signal.SIGINT
@@ -172,10 +194,17 @@ class _Uvicorn(uvicorn.Server):
         return nullcontext()
 
 
+def _rules(server: ServerConfig) -> Rules:
+    cors = Cors(server.allowed_origins, server.allowed_methods, server.allowed_headers, server.allow_credentials)
+    silence_s = server.sse_keep_alive_interval
+    return Rules(server.max_body_bytes, server.client_timeout, server.request_timeout, silence_s, cors)
+
+
 def _uvicorn_config(app: App, server: ServerConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http="httptools" if find_spec("httptools") else "h11",
+        http=limited(Bounds(server.h11_max_incomplete_event_size, server.h11_max_header_count, server.client_timeout)),
+        timeout_keep_alive=server.keep_alive_timeout,
         ws="none",
         lifespan="off",
         interface="asgi3",
