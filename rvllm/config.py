@@ -133,6 +133,10 @@ class ServerConfig:
 
     host, port          where to listen; port 0: one that is free
     uds                 a unix socket's path to listen at instead
+    root_path           the path at which a proxy has the server; it may take it away before it passes a request on
+    ssl_keyfile, ssl_certfile, ssl_ca_certs, ssl_cert_reqs, ssl_ciphers  TLS: our key and certificates; clients' CAs,
+                        whether they need a certificate (0 no, 1 may, 2 must); ciphers, as OpenSSL has them
+    enable_ssl_refresh  read our key and certificates again when their files change
     api_key             keys of which a request must bring one; none: anybody may ask
     served_model_name   what clients call the model; none: as it was named to us
     shutdown_timeout    seconds that requests may go on after SIGTERM or Ctrl-C (vLLM: 0)
@@ -156,6 +160,13 @@ class ServerConfig:
     host: str = "0.0.0.0"
     port: int = 8000
     uds: str | None = None
+    root_path: str = ""
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    ssl_ca_certs: str | None = None
+    ssl_cert_reqs: int = 0
+    ssl_ciphers: str | None = None
+    enable_ssl_refresh: bool = False
     api_key: tuple[str, ...] = ()
     served_model_name: tuple[str, ...] = ()
     shutdown_timeout: int = 30

@@ -11,6 +11,7 @@ import gc
 import os
 import signal
 import socket
+import ssl
 import stat
 import threading
 import time
@@ -43,6 +44,12 @@ BACKLOG = 2048
 LAST_WORDS_S = 5
 """From the end of the time that requests may go on to the end of their connections."""
 
+CIPHERS = "TLSv1"
+"""uvicorn's: what OpenSSL has from there on; old protocols are off anyway."""
+
+REFRESH_S = 5.0
+"""How often it is looked whether certificates are new."""
+
 Result = TypeVar("Result")
 
 
@@ -54,6 +61,7 @@ def serve(
     progress: Progress,
 ) -> None:
     """Serve until a signal. `note` is told what a user should know. Raises StartError, EngineDied."""
+    check_tls(server)
     with listening(server) as (listener, address), EngineProcess() as child:
         life = Life(config, server, child, note, progress)
         life.note(f"listening at {address}, loading {config.model}")
@@ -102,6 +110,7 @@ class Life:
             loop.add_signal_handler(number, self._end, number)
         engine = asyncio.create_task(self._follow_engine())
         engine.add_done_callback(lambda task: self._http.stop())
+        fresh = asyncio.create_task(follow_certificates(self._http.config)) if self._server.enable_ssl_refresh else None
         try:
             await self._http.serve(sockets=[listener])
             if engine.done():
@@ -110,6 +119,8 @@ class Life:
                 raise KeyboardInterrupt
         finally:
             engine.cancel()
+            if fresh is not None:
+                fresh.cancel()
             await asyncio.wait((engine,))
 
     async def _follow_engine(self) -> None:
@@ -204,6 +215,12 @@ def _uvicorn_config(app: App, server: ServerConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=limited(Bounds(server.h11_max_incomplete_event_size, server.h11_max_header_count, server.client_timeout)),
+        root_path=server.root_path,
+        ssl_keyfile=server.ssl_keyfile,
+        ssl_certfile=server.ssl_certfile,
+        ssl_ca_certs=server.ssl_ca_certs,
+        ssl_cert_reqs=server.ssl_cert_reqs,
+        ssl_ciphers=server.ssl_ciphers or CIPHERS,
         timeout_keep_alive=server.keep_alive_timeout,
         ws="none",
         lifespan="off",
@@ -267,6 +284,50 @@ async def _in_thread(work: Callable[[], Result]) -> Result:
     return await done
 
 
+# --- TLS
+
+
+def check_tls(server: ServerConfig) -> None:
+    """Raise StartError for keys and certificates that cannot be used."""
+    if server.ssl_certfile is None:
+        if any((server.ssl_keyfile, server.ssl_ca_certs, server.ssl_ciphers, server.enable_ssl_refresh)):
+            raise StartError("there is no TLS without --ssl-certfile")
+        return
+    for option, path in (
+        ("--ssl-certfile", server.ssl_certfile),
+        ("--ssl-keyfile", server.ssl_keyfile),
+        ("--ssl-ca-certs", server.ssl_ca_certs),
+    ):
+        if path is not None and not os.access(path, os.R_OK):
+            raise StartError(f"{option} {path} is no file that can be read")
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(server.ssl_certfile, server.ssl_keyfile, password="")
+        if server.ssl_ca_certs is not None:
+            context.load_verify_locations(server.ssl_ca_certs)
+        if server.ssl_ciphers is not None:
+            context.set_ciphers(server.ssl_ciphers)
+    except (ssl.SSLError, ValueError) as cause:
+        reason = getattr(cause, "reason", None) or cause
+        raise StartError(
+            f"TLS cannot be had from these files and ciphers: {reason}",
+            hint="give the key that belongs to --ssl-certfile, without a password, as --ssl-keyfile",
+        ) from None
+
+
+async def follow_certificates(config: uvicorn.Config) -> None:
+    """Read key and certificates again when their files change; what cannot be read is left as it was."""
+    files = [Path(path) for path in (config.ssl_certfile, config.ssl_keyfile) if path is not None]
+    seen = [path.stat().st_mtime_ns for path in files]
+    while True:
+        await asyncio.sleep(REFRESH_S)
+        with suppress(OSError):  # SSLError is one: a file that is being written
+            now = [path.stat().st_mtime_ns for path in files]
+            if now != seen and isinstance(config.ssl, ssl.SSLContext) and config.ssl_certfile is not None:
+                config.ssl.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+                seen = now
+
+
 # --- The socket
 
 
@@ -275,7 +336,7 @@ def listening(server: ServerConfig) -> Iterator[tuple[socket.socket, str]]:
     """A listening socket and its address in words; a unix socket's path is removed at the end. Raises StartError."""
     if server.uds is None:
         with _tcp(server.host, server.port) as listener:
-            yield listener, _url(listener)
+            yield listener, _url(listener, "http" if server.ssl_certfile is None else "https")
         return
     path = Path(server.uds)
     with _unix(path) as listener:
@@ -331,6 +392,6 @@ def _answers(path: Path) -> bool:
         return True
 
 
-def _url(listener: socket.socket) -> str:
+def _url(listener: socket.socket, scheme: str) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

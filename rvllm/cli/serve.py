@@ -43,6 +43,13 @@ def words(context: click.Context, parameter: click.Parameter, text: str | tuple[
     return tuple(found)
 
 
+def mounted(context: click.Context, parameter: click.Parameter, path: str) -> str:
+    path = path.rstrip("/")
+    if path and not path.startswith("/"):
+        raise click.BadParameter(f"{path!r} does not begin with a /")
+    return path
+
+
 limits = chain(
     server_option("--max-body-bytes", type=Size(), help="Of a request's body.  [default: 32 MiB]"),
     server_option(
@@ -87,6 +94,26 @@ limits = chain(
     ),
 )
 """What clients may ask of a server."""
+
+tls = chain(
+    server_option(
+        "--root-path",
+        metavar="PATH",
+        callback=mounted,
+        help="Where a proxy has the server, such as /llm.  [default: /]",
+    ),
+    server_option("--ssl-keyfile", metavar="FILE", help="TLS: our key."),
+    server_option("--ssl-certfile", metavar="FILE", help="TLS: our certificate, and those between it and its root's."),
+    server_option("--ssl-ca-certs", metavar="FILE", help="TLS: who signs clients' certificates."),
+    server_option(
+        "--ssl-cert-reqs",
+        type=click.IntRange(0, 2),
+        help="TLS: clients 0: need no certificate, 1: may, 2: must have one.",
+    ),
+    server_option("--ssl-ciphers", metavar="LIST", help="TLS: as OpenSSL has them."),
+    server_option("--enable-ssl-refresh/--disable-ssl-refresh", help="TLS: read files again that change."),
+)
+"""How it is reached beside host and port."""
 
 _LIST: dict[str, Any] = {"metavar": "LIST", "callback": words}
 
@@ -147,6 +174,7 @@ logs = chain(
     type=click.IntRange(min=0),
     help="Seconds that requests may go on after SIGTERM or Ctrl-C.",
 )
+@tls
 @limits
 @pages
 @logs

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
+import ssl
+import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -395,3 +399,113 @@ def test_nothing_is_logged_of_requests_unless_asked_for(model: TinyModel, tmp_pa
     with serving(model.folder, "--enable-log-requests", folder=tmp_path / "again") as told:
         told.post("/v1/completions", prompt="Q", max_tokens=3)
         assert told.told(r"^request: client=127\.0\.0\.1 .*prompt_tokens=1 completion_tokens=3 finish_reason=length")
+
+
+# --- How it is reached
+
+
+def certificate(folder: Path, name: str) -> tuple[Path, Path]:
+    """(key, certificate) for this machine, signed by itself."""
+    key, chain = folder / f"{name}.key", folder / f"{name}.crt"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
+         "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1,IP:::1", "-keyout", key, "-out", chain],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return key, chain
+
+
+def asked_by_tls(port: int, trusted: Path, own: tuple[Path, Path] | None = None) -> int:
+    context = ssl.create_default_context(cafile=trusted)
+    if own is not None:
+        context.load_cert_chain(own[1], own[0])
+    connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=LIMIT_S, context=context)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def test_tls_is_spoken_and_clients_may_need_a_certificate(model: TinyModel, tmp_path: Path) -> None:
+    key, chain = certificate(tmp_path, "server")
+    client = certificate(tmp_path, "client")
+    ours = ("--ssl-keyfile", str(key), "--ssl-certfile", str(chain))
+    with serving(model.folder, *ours, folder=tmp_path / "server") as secret:
+        port = int(secret.told(r"listening at https://127\.0\.0\.1:(\d+)")[1])
+        assert asked_by_tls(port, chain) == 200
+        with pytest.raises(ssl.SSLCertVerificationError):
+            asked_by_tls(port, client[1])
+        with openai.OpenAI(
+            base_url=f"https://127.0.0.1:{port}/v1",
+            api_key="none",
+            http_client=openai.DefaultHttpxClient(verify=ssl.create_default_context(cafile=chain)),
+        ) as made:
+            reply = made.completions.create(model=made.models.list().data[0].id, prompt="Q", max_tokens=3, stream=True)
+            assert "".join(chunk.choices[0].text for chunk in reply) == "abc"
+    mutual = (*ours, "--ssl-ca-certs", str(client[1]), "--ssl-cert-reqs", "2")
+    with serving(model.folder, *mutual, folder=tmp_path / "mutual") as strict:
+        port = int(strict.told(r"listening at https://127\.0\.0\.1:(\d+)")[1])
+        assert asked_by_tls(port, chain, client) == 200
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            asked_by_tls(port, chain)
+        assert len(strict.said) == 2
+
+
+def test_a_new_certificate_is_taken_while_it_serves(model: TinyModel, tmp_path: Path) -> None:
+    key, chain = certificate(tmp_path, "server")
+    ours = ("--ssl-keyfile", str(key), "--ssl-certfile", str(chain), "--enable-ssl-refresh")
+    with serving(model.folder, *ours, folder=tmp_path / "server") as secret:
+        port = int(secret.told(r"listening at https://127\.0\.0\.1:(\d+)")[1])
+        newer = certificate(tmp_path, "newer")
+        key.write_bytes(newer[0].read_bytes())
+        chain.write_bytes(newer[1].read_bytes())
+
+        def taken() -> bool:
+            try:
+                return asked_by_tls(port, newer[1]) == 200
+            except ssl.SSLError:
+                return False
+
+        until(taken, LIMIT_S)
+
+
+@pytest.mark.parametrize("wrong", ["missing", "mixed", "no certificate", "ciphers"])
+def test_tls_that_cannot_be_is_told_before_anything_is_loaded(model: TinyModel, tmp_path: Path, wrong: str) -> None:
+    key, chain = certificate(tmp_path, "server")
+    other, _ = certificate(tmp_path, "other")
+    arguments = {
+        "missing": ("--ssl-certfile", str(tmp_path / "nowhere")),
+        "mixed": ("--ssl-certfile", str(chain), "--ssl-keyfile", str(other)),
+        "no certificate": ("--ssl-keyfile", str(key)),
+        "ciphers": ("--ssl-certfile", str(chain), "--ssl-keyfile", str(key), "--ssl-ciphers", "NONSENSE"),
+    }[wrong]
+    with starting(model.folder, *arguments, folder=tmp_path / "server") as refused:
+        assert refused.ended() == 1 and refused.told("^error: ")
+        assert not any("listening" in line or "Traceback" in line for line in refused.said)
+
+
+def test_it_listens_at_ipv6_addresses(model: TinyModel, tmp_path: Path) -> None:
+    with serving(model.folder, "--host", "::1", folder=tmp_path / "server") as six:
+        port = int(six.told(r"listening at http://\[::1\]:(\d+)")[1])
+        connection = http.client.HTTPConnection("::1", port, timeout=LIMIT_S)
+        connection.request("GET", "/health")
+        assert connection.getresponse().status == 200
+        connection.close()
+
+
+def test_it_may_be_mounted_by_a_proxy_that_takes_the_path_away_or_not(model: TinyModel, tmp_path: Path) -> None:
+    mounted = ("--root-path", "/llm/", "--api-key", "K")
+    with serving(model.folder, *mounted, folder=tmp_path / "server") as behind:
+        key = {"authorization": "Bearer K"}
+        for path in ("/v1/models", "/llm/v1/models"):
+            assert behind.send("GET", path).status == 401
+            assert behind.send("GET", path, headers=key).status == 200
+        assert [behind.send("GET", path).status for path in ("/health", "/llm/health")] == [200, 200]
+        assert behind.send("GET", "/other/v1/models", headers=key).status == 404
+
+
+@pytest.mark.parametrize(("path", "said"), [("none/here.sock", "No such file"), ("x" * 120, "too long")])
+def test_a_unix_socket_that_cannot_be_is_told(model: TinyModel, tmp_path: Path, path: str, said: str) -> None:
+    with starting(model.folder, "--uds", str(tmp_path / path), folder=tmp_path / "server") as refused:
+        assert refused.ended() == 1 and refused.told(f"^error: --uds .*{said}")
