@@ -12,6 +12,7 @@ from uuid import uuid4
 from rvllm.api.admission import Admission
 from rvllm.api.errors import HttpError, unavailable
 from rvllm.api.metrics import Metrics, Timeline
+from rvllm.config import ServerConfig
 from rvllm.engine.request import Request, check_request
 from rvllm.engine.scheduler import check_length
 from rvllm.errors import BadRequest, RvllmError
@@ -28,7 +29,10 @@ MOST_CHOICES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model that is ready. `defaults`: sampling parameters of requests that bring none; `seed`: the engine's."""
+    """A model that is ready. `defaults`: sampling parameters of requests that bring none; `seed`: the engine's.
+
+    template_kwargs: of chats that bring none.
+    """
 
     tokenizer: Tokenizer
     texts: TokenTexts
@@ -36,6 +40,7 @@ class Served:
     seed: int | None
     facts: Facts
     client: AsyncEngineClient
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,7 @@ class Front:
     """`names` are the model's, the first in replies to requests that name none. `served`: once the model is ready.
 
     begun: requests so far; stopping: no more are taken; loading: how far that is; metrics: once the model is ready.
+    habits: what requests have that say nothing of it.
     """
 
     names: Sequence[str]
@@ -73,6 +79,7 @@ class Front:
     begun: int = 0
     metrics: Metrics | None = None
     admission: Admission = field(default_factory=Admission)
+    habits: ServerConfig = field(default_factory=ServerConfig)
 
     def ready(self) -> Served:
         """The model. Raises HttpError, 503, while there is none, or none any more."""

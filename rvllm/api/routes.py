@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+from rvllm.api.details import Details, IdTexts
 from rvllm.api.front import Front, Prompt, Served
 from rvllm.api.http import DONE, REQUEST_ID, Exchange, Routes, event, while_connected
 from rvllm.api.replies import ChatReply, CompletionReply, Reply
@@ -20,6 +21,7 @@ from rvllm.api.requests import (
     parse,
 )
 from rvllm.errors import BadRequest, PromptTooLong
+from rvllm.text.token_text import TokenTexts
 from rvllm.version import VERSION
 
 OPEN_ROUTES = ("/health", "/ping")
@@ -111,7 +113,8 @@ class Api:
         body = parse(data, CompletionBody)
         name = self._front.name(body.model)
         body.check()
-        scored = body.logprobs if body.echo else None
+        asked = (body.logprobs if body.echo else None, body.prompt_logprobs)
+        scored = max((top for top in asked if top is not None), default=None)
         params = body.sampling(
             dict(served.defaults) | {"max_tokens": COMPLETION_TOKENS}, logprobs=body.logprobs, prompt_logprobs=scored
         )
@@ -120,7 +123,11 @@ class Api:
         generation = self._front.generation(
             _cut(served, body, prompts), params, terms, exchange.came_s, _name(exchange, body)
         )
-        reply = CompletionReply(generation, name, served.texts, body.logprobs, _options(body), echo=bool(body.echo))
+        details = Details(served.texts, bool(body.return_token_ids), body.prompt_logprobs)
+        texts = self._texts(served, body)
+        reply = CompletionReply(
+            generation, name, texts, details, body.logprobs, self._options(body), echo=bool(body.echo)
+        )
         with generation.admitted(exchange.key, exchange.told):
             await while_connected(exchange, _answer(exchange, reply, bool(body.stream)))
 
@@ -134,7 +141,12 @@ class Api:
         tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         if (body.max_completion_tokens or 0) < 0:
             raise BadRequest(f"max_completion_tokens is {tokens}, the limit is 0", param="max_completion_tokens")
-        params = body.sampling({"max_tokens": None} | dict(served.defaults), logprobs=top, max_tokens=tokens)
+        params = body.sampling(
+            {"max_tokens": None} | dict(served.defaults),
+            logprobs=top,
+            max_tokens=tokens,
+            prompt_logprobs=body.prompt_logprobs,
+        )
         terms = body.terms()
         prompt = Prompt(None, tuple(await _aside(data, lambda: chat_ids(served, body))))
         try:
@@ -144,9 +156,22 @@ class Api:
         except BadRequest as cause:
             cause.param = "messages" if cause.param == "prompt" else cause.param
             raise
-        reply = ChatReply(generation, name, served.texts, top, _options(body))
+        details = Details(served.texts, bool(body.return_token_ids), body.prompt_logprobs, of_prompt=False)
+        reply = ChatReply(generation, name, self._texts(served, body), details, top, self._options(body))
         with generation.admitted(exchange.key, exchange.told):
             await while_connected(exchange, _answer(exchange, reply, bool(body.stream)))
+
+    def _texts(self, served: Served, body: SamplingBody) -> TokenTexts | IdTexts:
+        """How single tokens are shown."""
+        given = body.return_tokens_as_token_ids
+        by_id = self._front.habits.return_tokens_as_token_ids if given is None else given
+        return IdTexts(served.texts) if by_id else served.texts
+
+    def _options(self, body: SamplingBody) -> StreamOptions:
+        given = body.stream_options or StreamOptions()
+        if given.include_usage is None and self._front.habits.enable_force_include_usage:
+            return StreamOptions(True, given.continuous_usage_stats)
+        return given
 
     async def tokenize(self, exchange: Exchange) -> None:
         data = await exchange.body()
@@ -201,10 +226,6 @@ def _name(exchange: Exchange, body: SamplingBody) -> str:
     if not REQUEST_ID.fullmatch(given):
         raise BadRequest("request_id must be 1 to 128 visible ASCII characters", param="request_id")
     return given
-
-
-def _options(body: SamplingBody) -> StreamOptions:
-    return body.stream_options or StreamOptions()
 
 
 def _top_logprobs(served: Served, body: ChatBody) -> int | None:
@@ -268,7 +289,7 @@ def chat_ids(served: Served, body: ChatBody | TokenizeBody) -> list[int]:
     if clash := sorted(set(more).intersection(_TEMPLATE_ARGUMENTS)):
         raise BadRequest(f"chat_template_kwargs must not set {clash[0]}", param="chat_template_kwargs")
     if isinstance(body, ChatBody):
-        more |= {"documents": body.documents}
+        more = dict(served.template_kwargs) | more | {"documents": body.documents}
         if body.reasoning_effort is not None:
             more["reasoning_effort"] = body.reasoning_effort
     if body.messages is None:
@@ -287,7 +308,7 @@ def tokenize_ids(served: Served, body: TokenizeBody) -> list[int]:
 
 
 def _cut(served: Served, body: SamplingBody, prompts: list[Prompt]) -> list[Prompt]:
-    """The prompts' last truncate_prompt_tokens tokens; -1: as many as leave room for one more."""
+    """The prompts' last truncate_prompt_tokens tokens, or first; -1: as many as leave room for one more."""
     most = body.truncate_prompt_tokens
     if most is None:
         return prompts
@@ -297,7 +318,8 @@ def _cut(served: Served, body: SamplingBody, prompts: list[Prompt]) -> list[Prom
             f"truncate_prompt_tokens is {most}, the limit is 1 to {room:,}, or -1", param="truncate_prompt_tokens"
         )
     most = room if most == -1 else most
-    return [prompt if len(prompt.ids) <= most else Prompt(None, prompt.ids[-most:]) for prompt in prompts]
+    kept = slice(most) if body.truncation_side == "right" else slice(-most, None)
+    return [prompt if len(prompt.ids) <= most else Prompt(None, prompt.ids[kept]) for prompt in prompts]
 
 
 def _wrong_prompt() -> BadRequest:

@@ -91,7 +91,7 @@ class Life:
         self._log, self.note, self._progress = log, log.note, progress
         names = server.served_model_name or (config.model,)
         admission = Admission(server.max_num_queued_reqs, server.max_num_queued_tokens, server.max_requests_per_key)
-        self._front = Front(names, config.model, int(time.time()), admission=admission)
+        self._front = Front(names, config.model, int(time.time()), admission=admission, habits=server)
         self._interrupted = False  # before the model was ready
         app = App(
             routes(self._front),
@@ -156,7 +156,8 @@ class Life:
         facts = await client.ready()
         if tokenizer.chat_template is None:
             self.note("the model has no chat template: chats are refused. hint: give one with --chat-template")
-        return Served(tokenizer, TokenTexts(tokenizer), defaults, self._config.seed, facts, client)
+        kwargs = self._server.default_chat_template_kwargs or {}
+        return Served(tokenizer, TokenTexts(tokenizer), defaults, self._config.seed, facts, client, kwargs)
 
     def _open(self) -> tuple[Any, int, dict[str, Any]]:
         """(tokenizer, the model's vocabulary, sampling defaults). May take long: it may fetch the default model."""

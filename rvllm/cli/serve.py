@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from rvllm.cli.options import Size, chain, long_talk_options, model_settings, setting
+from rvllm.cli.options import Size, chain, json_object, long_talk_options, model_settings, setting
 from rvllm.cli.talk import Talk
 from rvllm.cli.vllm.command import VllmCommand
 from rvllm.cli.vllm.engine_flags import ENGINE
@@ -115,6 +115,21 @@ tls = chain(
 )
 """How it is reached beside host and port."""
 
+habits = chain(
+    server_option(
+        "--return-tokens-as-token-ids/--no-return-tokens-as-token-ids",
+        help="Show single tokens as token_id:ID where log-probabilities are told.",
+    ),
+    server_option("--enable-force-include-usage/--disable-force-include-usage", help="Tell every stream's usage."),
+    server_option(
+        "--default-chat-template-kwargs",
+        metavar="JSON",
+        callback=json_object,
+        help="Arguments of the chat template, as in '{\"enable_thinking\": false}'.",
+    ),
+)
+"""Of requests that say nothing of it."""
+
 _LIST: dict[str, Any] = {"metavar": "LIST", "callback": words}
 
 pages = chain(
@@ -176,6 +191,7 @@ logs = chain(
 )
 @tls
 @limits
+@habits
 @pages
 @logs
 @setting("seed", type=int, help="Of requests that bring none.  [default: from the system]")

@@ -40,7 +40,6 @@ SERVER: tuple[Flag, ...] = (
         --stream-interval = 1
         --sse-keep-alive-interval = 0
         --shutdown-timeout = 0
-        --enable-prompt-tokens-details/--disable-prompt-tokens-details = False
         --enable-per-request-metrics/--disable-per-request-metrics = False
         --enable-force-include-usage/--disable-force-include-usage = False
         --enable-tokenizer-info-endpoint/--disable-tokenizer-info-endpoint = False
@@ -94,6 +93,9 @@ SERVER: tuple[Flag, ...] = (
     """, server=True),
     *accepted("every reply has its X-Request-Id, a client's own where it brought one", """
         --enable-request-id-headers/--disable-request-id-headers = True
+    """, server=True),
+    *accepted("usage always tells the prompt's cached tokens", """
+        --enable-prompt-tokens-details/--disable-prompt-tokens-details = True
     """, server=True),
     *accepted("/load always counts", """
         --enable-server-load-tracking/--disable-server-load-tracking = True
