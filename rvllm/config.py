@@ -140,6 +140,7 @@ class ServerConfig:
     api_key             keys of which a request must bring one; none: anybody may ask
     served_model_name   what clients call the model; none: as it was named to us
     shutdown_timeout    seconds that requests may go on after SIGTERM or Ctrl-C (vLLM: 0)
+    api_server_count    processes that read requests and write answers, before one engine
     max_body_bytes      of a request's body
     h11_max_incomplete_event_size, h11_max_header_count  bytes of a request's line and headers (vLLM: 4 MiB); how many
     max_num_queued_reqs     completions that are answered or wait; more are told to come again; None: no limit
@@ -173,6 +174,7 @@ class ServerConfig:
     api_key: tuple[str, ...] = ()
     served_model_name: tuple[str, ...] = ()
     shutdown_timeout: int = 30
+    api_server_count: int = 1
     max_body_bytes: int = 32 << 20
     h11_max_incomplete_event_size: int = 64 << 10
     h11_max_header_count: int = 256

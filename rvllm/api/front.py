@@ -154,9 +154,9 @@ class Generation:
         """
         n = self.choices[0].request.params.n
         prompts = [(choice.index, len(choice.prompt.ids)) for choice in self.choices[::n]]
-        with self.admission.admitted(len(self.choices), prompts, key) as unread:
+        with self.admission.admitted(len(self.choices), prompts, key) as began:
             for choice in self.choices:
-                choice.line.began = partial(unread.read, choice.index)
+                choice.line.began = partial(began, choice.index)
             self.metrics.asked(self.choices[0].request.params)
             try:
                 yield

@@ -19,6 +19,7 @@ from rvllm.errors import RvllmError, StartError
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(ServerConfig)}
 
 _PACKAGES = ("uvicorn", "httptools", "prometheus_client")
+MOST_FRONTS = 64
 KEY_VARIABLES = ["RVLLM_API_KEY", "VLLM_API_KEY"]
 
 
@@ -49,6 +50,15 @@ def mounted(context: click.Context, parameter: click.Parameter, path: str) -> st
         raise click.BadParameter(f"{path!r} does not begin with a /")
     return path
 
+
+fronts_option = chain(
+    server_option(
+        "--api-server-count",
+        type=click.IntRange(1, MOST_FRONTS),
+        show_default=True,
+        help="Processes that read requests and write answers, before one engine.",
+    )
+)
 
 limits = chain(
     server_option("--max-body-bytes", type=Size(), help="Of a request's body.  [default: 32 MiB]"),
@@ -189,6 +199,7 @@ logs = chain(
     type=click.IntRange(min=0),
     help="Seconds that requests may go on after SIGTERM or Ctrl-C.",
 )
+@fronts_option
 @tls
 @limits
 @habits

@@ -40,6 +40,7 @@ SERVER: tuple[Flag, ...] = (
         --stream-interval = 1
         --sse-keep-alive-interval = 0
         --shutdown-timeout = 0
+        --api-server-count -asc = None
         --enable-per-request-metrics/--disable-per-request-metrics = False
         --enable-force-include-usage/--disable-force-include-usage = False
         --enable-tokenizer-info-endpoint/--disable-tokenizer-info-endpoint = False
@@ -86,7 +87,6 @@ SERVER: tuple[Flag, ...] = (
         --log-config-file = None
     """, "redirect stderr", server=True),
     *accepted("one process reads requests and writes answers, the engine runs beside it", """
-        --api-server-count -asc = None | 1
         --renderer-num-workers = 1
         --aggregate-engine-logging/ = False
         --disable-frontend-multiprocessing/ = False
