@@ -83,8 +83,9 @@ class Leader:
         try:
             await asyncio.wait((engine, fronts), return_when=asyncio.FIRST_COMPLETED)
             if engine.done():
+                if self._client is not None:  # fronts have last words to say to their clients
+                    await asyncio.wait((fronts,), timeout=2 * LAST_WORDS_S)
                 engine.result()
-                await asyncio.wait((fronts,), timeout=2 * LAST_WORDS_S)
             if fronts.done():
                 fronts.result()
             if self._interrupted:
