@@ -211,8 +211,8 @@ logs = chain(
 def serve(model_argument: str | None, quiet: bool, verbose: bool, **options: Any) -> None:
     """Serve MODEL to OpenAI's clients, until SIGTERM or Ctrl-C; a second one ends at once.
 
-    Answers GET /health, /ping, /version, /v1/models and POST /v1/completions, /v1/chat/completions, /tokenize,
-    /detokenize. The port is open at once, and /health is 503 until the model is loaded.
+    Answers GET /health, /ping, /version, /v1/models, /metrics, /load and POST /v1/completions, /v1/chat/completions,
+    /tokenize, /detokenize. The port is open at once, and /health is 503 until the model is loaded.
     """
     from rvllm.config import EngineConfig
 
