@@ -161,7 +161,7 @@ class Generation:
             try:
                 yield
             finally:
-                self.metrics.answered()
+                self.metrics.answered(max(choice.writer.token_count for choice in self.choices))
                 told |= {
                     "prompt_tokens": sum(tokens for _, tokens in prompts),
                     "completion_tokens": sum(choice.writer.token_count for choice in self.choices),

@@ -86,6 +86,7 @@ class Metrics:
         self._decode_s = self._histogram("request_decode_time_seconds", "From first token to last.", REQUEST_S)
         lengths = length_bounds(longest)
         self._prompt = self._histogram("request_prompt_tokens", "Tokens of a prompt.", lengths)
+        self._longest = self._histogram("request_max_num_generation_tokens", "Of its longest completion.", lengths)
         self._output = self._histogram("request_generation_tokens", "Tokens of a completion.", lengths)
         self._most = self._histogram("request_params_max_tokens", "max_tokens of a request.", lengths)
         self._new = self._histogram("request_prefill_kv_computed_tokens", "Prompt tokens not in the cache.", lengths)
@@ -122,9 +123,11 @@ class Metrics:
         if params.max_tokens is not None:
             self._most.observe(params.max_tokens)
 
-    def answered(self) -> None:
-        """It was answered, or its client is gone."""
+    def answered(self, longest: int) -> None:
+        """It was answered, or its client is gone. longest: tokens of its longest completion."""
         self._going.dec()
+        if longest:
+            self._longest.observe(longest)
 
     def rejected(self, reason: str) -> None:
         self._rejected.labels(model_name=self._labels["model_name"], reason=reason).inc()
@@ -278,6 +281,11 @@ class EngineFigures(Collector):
         load = stats.load
         yield self._gauge("vllm:num_requests_running", "Requests that run.", load.running)
         yield self._gauge("vllm:num_requests_waiting", "Requests that wait.", load.waiting)
+        by_reason = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason", "For what.", None, [*self._labels, "reason"]
+        )
+        by_reason.add_metric([*self._labels.values(), "capacity"], load.waiting)
+        yield by_reason
         yield self._gauge(
             "vllm:kv_cache_usage_perc", "Share of the cache in use, 1: all.", load.used_blocks / load.blocks
         )

@@ -107,6 +107,12 @@ def test_what_requests_did_is_told_by_vllms_names_and_bounds(model: TinyModel, t
         assert counted.post("/v1/completions", prompt="Q", temperature=-1).status == 400
         chat = counted.post("/tokenize", messages=USER).json["count"]
         found = figures(counted)
+        head = counted.send("HEAD", "/metrics")
+        assert (head.status, head.body) == (200, b"")
+        newer = counted.send("GET", "/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
+        assert newer.headers["content-type"].startswith("application/openmetrics-text") and newer.body.endswith(
+            b"# EOF\n"
+        )
     assert all(("model_name", "m1") in labels for (name, labels) in found if name.startswith("vllm:"))
     assert value(found, "vllm:generation_tokens_total") == 5 + 3 + 6 + 3
     assert value(found, "vllm:prompt_tokens_total") == 1 + chat + 3 * 41
@@ -115,6 +121,7 @@ def test_what_requests_did_is_told_by_vllms_names_and_bounds(model: TinyModel, t
     assert value(found, "vllm:prefix_cache_queries_total") == 1 + chat + 2 * 41
     assert value(found, "vllm:prefix_cache_hits_total") == value(found, "vllm:prompt_tokens_cached_total") == 32
     assert value(found, "vllm:prompt_tokens_by_source_total", source="local_cache_hit") == 32
+    assert value(found, "vllm:request_max_num_generation_tokens_sum") == 5 + 3 + 3 + 3
     for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_prefill_time"):
         assert value(found, f"vllm:{name}_seconds_count") == 5
         assert 0 < value(found, f"vllm:{name}_seconds_sum") < LIMIT_S
