@@ -50,6 +50,8 @@ class Connection(HttpToolsProtocol):
         if self._head_bytes is not None:
             self._head_bytes += len(data)
         super().data_received(data)
+        if self._head_bytes:  # perhaps nothing but an empty line, which is no beginning of a message
+            self._expect()
         if self._head_bytes is not None and self._head_bytes > self._bounds.head_bytes:
             self._refuse(self._too_large())
 

@@ -166,6 +166,8 @@ class Leader:
                 Path(self._server.uds).unlink(missing_ok=True)
             os._exit(128 + number)
         self._stopping = True
+        for listener in self._listeners:  # with those of the fronts: who comes now is refused, not kept waiting
+            listener.close()
         limit_s = self._server.shutdown_timeout
         for front in self._fronts:
             front.process.terminate()

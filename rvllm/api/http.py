@@ -285,8 +285,8 @@ async def while_connected(exchange: Exchange, work: Awaitable[None]) -> None:
     try:
         while True:
             now_s = time.monotonic()
-            if exchange.silent_for(now_s) >= silence_s:
-                await exchange.events(b": nothing yet\n\n")
+            if exchange.silent_for(now_s) >= silence_s and not await _breathe(exchange):
+                break
             patience_s = min(CHECK_S, rules.client_s / 4, silence_s / 4, max(end_s - now_s, 0.0))
             done, _ = await asyncio.wait((task, gone), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
             if done or exchange.abandoned():
@@ -308,6 +308,16 @@ async def while_connected(exchange: Exchange, work: Awaitable[None]) -> None:
         if not task.done():
             task.cancel()
             await asyncio.wait((task,))
+
+
+async def _breathe(exchange: Exchange) -> bool:
+    """Send a comment; False where the client has not read for so long that it is taken for gone."""
+    try:
+        await asyncio.wait_for(exchange.events(b": nothing yet\n\n"), exchange.rules.client_s)
+    except asyncio.TimeoutError:
+        exchange.drop()
+        return False
+    return True
 
 
 def _digest(key: bytes) -> bytes:

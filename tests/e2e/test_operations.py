@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import random
+import signal
 import socket
 import ssl
 import subprocess
@@ -315,7 +317,7 @@ def test_a_client_that_reads_slowly_gets_all(endless: TinyModel, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "sent", [b"", b"GET /health HTTP/1.1\r\nhos", b"POST /tokenize HTTP/1.1\r\ncontent-length: 9\r\n\r\n{"]
+    "sent", [b"", b"\r\n", b"GET /health HTTP/1.1\r\nhos", b"POST /tokenize HTTP/1.1\r\ncontent-length: 9\r\n\r\n{"]
 )
 def test_a_request_that_does_not_come_in_time_is_given_up(model: TinyModel, tmp_path: Path, sent: bytes) -> None:
     with (
@@ -516,3 +518,100 @@ def test_it_may_be_mounted_by_a_proxy_that_takes_the_path_away_or_not(model: Tin
 def test_a_unix_socket_that_cannot_be_is_told(model: TinyModel, tmp_path: Path, path: str, said: str) -> None:
     with starting(model.folder, "--uds", str(tmp_path / path), folder=tmp_path / "server") as refused:
         assert refused.ended() == 1 and refused.told(f"^error: --uds .*{said}")
+
+
+# --- Coming and going
+
+
+@pytest.mark.parametrize("fronts", [1, 2])
+def test_who_comes_while_it_is_ending_is_sent_away_and_who_was_there_is_answered(
+    endless: TinyModel, tmp_path: Path, fronts: int
+) -> None:
+    with serving(endless.folder, "--api-server-count", str(fronts), folder=tmp_path / "server") as ending:
+        with begun(ending, {"prompt": "x", "max_tokens": 400, "stream": True}) as link:
+            until(lambda: ending.stats().load.running == 1, LIMIT_S)
+            ending.process.terminate()
+            ending.told("stopping")
+
+            def refused() -> bool:
+                try:
+                    answer = ending.send("GET", "/health")
+                except ConnectionRefusedError:
+                    return True
+                except (ConnectionError, http.client.HTTPException):
+                    return False  # it was about to be accepted
+                assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+                return False
+
+            until(refused, 2.0)
+            told = b"".join(iter(lambda: link.recv(30_000), b""))
+        assert told.count(b'"text":"a"') == 400 and b"data: [DONE]" in told
+        assert ending.ended() == 0
+
+
+@pytest.mark.parametrize("after_s", [0.1, 0.3, 0.6, 1.0])
+@pytest.mark.parametrize("fronts", [1, 2])
+def test_an_interrupt_at_any_moment_ends_in_few_words(
+    model: TinyModel, tmp_path: Path, after_s: float, fronts: int
+) -> None:
+    folder = tmp_path / "server"
+    with starting(model.folder, "--api-server-count", str(fronts), folder=folder) as ending:
+        time.sleep(after_s)
+        ending.process.send_signal(signal.SIGINT)
+        started_s = time.monotonic()
+        # Python itself, before it has got as far as we, ends by the signal.
+        assert ending.ended() in (0, 130, -signal.SIGINT)
+        assert time.monotonic() - started_s < 5
+        if ending.process.returncode >= 0:
+            assert len(ending.said) <= 3 and not any("Traceback" in line for line in ending.said), ending.said
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("fronts", [1, 2])
+def test_random_clients_leave_nothing_behind(endless: TinyModel, tmp_path: Path, fronts: int) -> None:
+    """Those that read, that read slowly, that read nothing, that leave, that ask for what is not done, and too much."""
+    limits = ("--client-timeout", "0.5", "--max-num-queued-reqs", "24", "--num-gpu-blocks-override", "200")
+    how = (*limits, "--max-model-len", "3000", "--api-server-count", str(fronts))
+    chance = random.Random(fronts)
+    moods = [chance.choice(("read", "slow", "deaf", "leave", "wrong", "half")) for _ in range(90)]
+    with serving(endless.folder, *how, folder=tmp_path / "server") as busy:
+        busy.post("/v1/completions", prompt="x", max_tokens=1)
+        before = [len(list(Path(f"/proc/{one}/fd").iterdir())) for one in processes(busy)]
+
+        def visit(mood: str) -> None:
+            tokens = 20 if mood in ("read", "slow", "wrong") else 2000
+            body: dict[str, Any] = {"prompt": "x" * 40, "max_tokens": tokens, "stream": True, "logprobs": 20, "n": 2}
+            if mood == "wrong":
+                refused = busy.post("/v1/completions", **{**body, "temperature": -1})
+                assert refused.status == 400
+                return
+            with begun(busy, body) if mood != "half" else socket.create_connection(("127.0.0.1", busy.port)) as link:
+                link.settimeout(LIMIT_S)
+                if mood == "half":
+                    link.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+                if mood in ("deaf", "half"):
+                    time.sleep(1)
+                if mood in ("read", "slow"):
+                    told = b""
+                    while not told.endswith((b"0\r\n\r\n", b"}}")):
+                        data = link.recv(4000)
+                        assert data
+                        told += data
+                        time.sleep(0.01 if mood == "slow" else 0)
+                    assert (b" 200 " in told[:20] and b"[DONE]" in told) or b" 429 " in told[:20], told[:200]
+
+        with ThreadPoolExecutor(24) as pool:
+            for done in [pool.submit(visit, mood) for mood in moods]:
+                done.result()
+        until(lambda: at_rest(busy.stats()), LIMIT_S)
+        until(lambda: [len(list(Path(f"/proc/{one}/fd").iterdir())) for one in processes(busy)] <= before, LIMIT_S)
+        assert busy.send("GET", "/load").json == {"server_load": 0}
+        assert busy.post("/v1/completions", prompt="x", max_tokens=2).json["choices"][0]["text"] == "aa"
+        assert len(busy.said) == 2, busy.said
+
+
+def processes(server: Server) -> list[int]:
+    """A server's process and those that it started."""
+    own = server.process.pid
+    tasks = Path(f"/proc/{own}/task").iterdir()
+    return [own, *(int(child) for task in tasks for child in (task / "children").read_text().split())]
