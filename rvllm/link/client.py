@@ -81,7 +81,7 @@ class Stream:
     def take(self) -> list[TokenEvent]:
         """What came since it was asked last, perhaps nothing. Raises what ended the request, once all is taken."""
         if not self._events and self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)  # many raise it, and each adds to its traceback
         events = list(self._events)
         self._events.clear()
         self.times_s, self._came_s = self._came_s, []
@@ -109,7 +109,7 @@ class Stream:
             del self._came_s[0]
             return self._events.popleft()
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)
         raise StopAsyncIteration
 
     def put(self, event: TokenEvent, came_s: float) -> None:
@@ -183,7 +183,7 @@ class Client(ABC):
     def _write(self, message: Message) -> None:
         """Raises EngineDied when the link has ended."""
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(None)
         self._send(frame(message))
 
     @abstractmethod
