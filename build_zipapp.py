@@ -50,6 +50,7 @@ PINS = {
     "markupsafe": "3.0.3",
     "msgspec": "0.23.0",
     "numpy": "2.4.6",
+    "prometheus-client": "0.26.0",
     "pyyaml": "6.0.3",
     "tokenizers": "0.23.3",
     "uvicorn": "0.54.0",

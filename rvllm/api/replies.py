@@ -7,9 +7,9 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 from uuid import uuid4
 
+from rvllm.api.details import LEAST_LOGPROB, Details, IdTexts, Json
 from rvllm.api.front import Choice, Generation
 from rvllm.api.requests import StreamOptions
 from rvllm.text.answer import AnswerPart, AnswerReader, Thought
@@ -17,11 +17,6 @@ from rvllm.text.completion import Delta, Logprobs
 from rvllm.text.token_text import TokenTexts
 from rvllm.text.tool_calls import Call, More, calls_in
 from rvllm.version import VERSION
-
-LEAST_LOGPROB = -9999.0
-"""Told in place of -inf, which JSON has no word for; as in vLLM."""
-
-Json = dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -33,7 +28,8 @@ class Reply(ABC):
 
     generation: Generation
     model: str
-    texts: TokenTexts
+    texts: TokenTexts | IdTexts
+    details: Details
     top: int | None = None
     options: StreamOptions = field(default_factory=StreamOptions)
     created_s: int = field(default_factory=lambda: int(time.time()))
@@ -52,14 +48,18 @@ class Reply(ABC):
 
     def whole(self) -> Json:
         """The reply once all has come."""
-        choices = [self.choice(choice) for choice in self.generation.choices]
-        return self._head(self.OBJECT) | {"choices": choices, "usage": self.usage()}
+        given = self.generation.choices
+        choices = [self.choice(choice) | self.details.of_choice(choice) for choice in given]
+        return self._head(self.OBJECT) | {"choices": choices, "usage": self.usage()} | self.details.of_reply(given)
 
     def chunks(self, batch: Sequence[tuple[Choice, Delta]]) -> Iterator[Json]:
         """Chunks for what has come."""
         for choice, delta in batch:
-            for piece in self.pieces(choice, delta):
-                yield self._chunk([piece], self.usage() if self.options.continuous_usage_stats else None)
+            pieces = list(self.pieces(choice, delta))
+            self.details.of_pieces(choice, delta, pieces)
+            for piece in pieces:
+                usage = self.usage() if self.options.continuous_usage_stats else None
+                yield self._chunk([piece], usage) | self.details.of_chunk(choice)
 
     def last_chunk(self) -> Json | None:
         """The usage, where it is asked for."""
@@ -243,12 +243,12 @@ class CompletionReply(Reply):
             self.lengths[choice.index] += len(text)
             tokens.append(text)
             scores.append(None if entry is None else max(entry[token], LEAST_LOGPROB))
-            tops.append(None if entry is None else self._top(entry))
+            tops.append(None if entry is None else self._top(entry, token))
         return {"text_offset": offsets, "token_logprobs": scores, "tokens": tokens, "top_logprobs": tops}
 
-    def _top(self, entry: Logprobs) -> dict[str, float]:
+    def _top(self, entry: Logprobs, token: int) -> dict[str, float]:
         """The likeliest and the token itself by their texts; the likelier one of two that read alike."""
         found: dict[str, float] = {}
-        for token, logprob in entry.items():
-            found.setdefault(self.texts.of(token)[0], max(logprob, LEAST_LOGPROB))
+        for one in [*list(entry)[: self.top], token]:  # a prompt's may have more, for prompt_logprobs
+            found.setdefault(self.texts.of(one)[0], max(entry[one], LEAST_LOGPROB))
         return found

@@ -58,6 +58,7 @@ class SamplingBody(ModelBody, kw_only=True):
     truncate_prompt_tokens: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    request_id: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # The form of the text; see structured_outputs_of.
@@ -67,6 +68,11 @@ class SamplingBody(ModelBody, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    # What vLLM tells beside OpenAI's.
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    truncation_side: str | None = None
     # Accepted: they change nothing here.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -78,6 +84,13 @@ class SamplingBody(ModelBody, kw_only=True):
     service_tier: str | None = None
     spaces_between_special_tokens: bool | None = None
     use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    detokenize: bool | None = None
+    prompt_embeds: Any = None
+    logprob_token_ids: list[int] | None = None
+    repetition_detection: Any = None
+    vllm_xargs: dict[str, Any] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
     def sampling(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
         """The parameters: what is given, else `defaults`, else SamplingParams' own. Raises BadRequest."""
@@ -104,6 +117,10 @@ class SamplingBody(ModelBody, kw_only=True):
             )
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options are for stream: true", param="stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise BadRequest("prompt_logprobs are for stream: false", param="prompt_logprobs")
+        if self.truncation_side not in (None, "left", "right"):
+            raise BadRequest("truncation_side is neither left nor right", param="truncation_side")
 
 
 class CompletionBody(SamplingBody, kw_only=True):
@@ -171,6 +188,13 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "service_tier": (("auto", "default"), "there is one tier"),
     "spaces_between_special_tokens": ((True,), "they are kept as the tokenizer writes them"),
     "use_beam_search": ((False,), "tokens are drawn one by one"),
+    "length_penalty": ((1.0,), "it is for beams, and tokens are drawn one by one"),
+    "detokenize": ((True,), "replies are text"),
+    "prompt_embeds": ((), "prompts are text or token ids"),
+    "logprob_token_ids": (([],), "log-probabilities are those of the likeliest"),
+    "repetition_detection": ((), "repetition does not end a text"),
+    "vllm_xargs": (({},), "there are no plugins"),
+    "kv_transfer_params": (({},), "one engine reads prompts and writes"),
     "suffix": (("",), "text is only continued"),
     "chat_template": ((), "the template is the server's"),
     "functions": (([],), _NO_FUNCTIONS),

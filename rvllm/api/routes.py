@@ -8,10 +8,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from rvllm.api.details import Details, IdTexts
 from rvllm.api.front import Front, Generation, Prompt, Served
-from rvllm.api.http import DONE, Exchange, Routes, event, while_connected
+from rvllm.api.http import DONE, REQUEST_ID, Exchange, Routes, event, while_connected
 from rvllm.api.messages import CountBody, MessageReply, MessagesBody
 from rvllm.api.messages import error_shape as anthropic_error
+from rvllm.api.prompts import chat_ids, completion_prompts, cut, tokenize_ids
 from rvllm.api.replies import ChatReply, CompletionReply, Reply
 from rvllm.api.requests import (
     ChatBody,
@@ -25,9 +27,10 @@ from rvllm.api.requests import (
 from rvllm.api.responses import ResponseReply, ResponsesBody
 from rvllm.api.tools import Tools, reader_for, tools_of
 from rvllm.api.turns import TurnReply, typed_event
-from rvllm.errors import BadRequest, PromptTooLong
+from rvllm.errors import BadRequest
 from rvllm.sampling.params import SamplingParams
 from rvllm.text.answer import AnswerReader
+from rvllm.text.token_text import TokenTexts
 from rvllm.text.tool_formats import Mistral
 from rvllm.version import VERSION
 
@@ -43,13 +46,7 @@ INLINE_BYTES = 1 << 14
 PROMPT_END = 64
 """Tokens of a prompt that say whether what follows are thoughts."""
 
-SHRINKAGE = 4
-"""How much shorter than a text its normal form may be: three characters may become one."""
-
 Result = TypeVar("Result")
-_TEMPLATE_ARGUMENTS = (
-    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "self",
-)  # fmt: skip
 
 
 def routes(front: Front) -> Routes:
@@ -59,6 +56,8 @@ def routes(front: Front) -> Routes:
         "/health": {"GET": api.health},
         "/ping": {"GET": api.health, "POST": api.health},
         "/version": {"GET": api.version},
+        "/metrics": {"GET": api.metrics},
+        "/load": {"GET": api.load},
         "/v1/models": {"GET": api.models},
         "/v1/models/": {"GET": api.one_model},
         "/v1/completions": {"POST": api.completions},
@@ -98,6 +97,21 @@ class Api:
     async def version(self, exchange: Exchange) -> None:
         await exchange.reply_json({"version": VERSION})
 
+    async def metrics(self, exchange: Exchange) -> None:
+        metrics = self._front.metrics
+        if metrics is None:
+            self._front.ready()  # raises: it is still being loaded
+        assert metrics is not None
+        if self._front.served is not None:
+            await metrics.engine.refresh(self._front.served.client)
+        data, kind = metrics.page(exchange.headers.get("accept", ""))
+        await exchange.reply(data, headers={"content-type": kind})
+
+    async def load(self, exchange: Exchange) -> None:
+        """Requests for text that are being answered."""
+        metrics = self._front.metrics
+        await exchange.reply_json({"server_load": 0 if metrics is None else metrics.going()})
+
     async def models(self, exchange: Exchange) -> None:
         data = [self._model(name) for name in self._front.names]
         await exchange.reply_json({"object": "list", "data": data})
@@ -122,49 +136,62 @@ class Api:
         body = parse(data, CompletionBody)
         name = self._front.name(body.model)
         body.check()
-        scored = body.logprobs if body.echo else None
+        asked = (body.logprobs if body.echo else None, body.prompt_logprobs)
+        scored = max((top for top in asked if top is not None), default=None)
         params = body.sampling(
             dict(served.defaults) | {"max_tokens": COMPLETION_TOKENS}, logprobs=body.logprobs, prompt_logprobs=scored
         )
         terms = body.terms()
         prompts = await _aside(data, lambda: completion_prompts(served, body))
         await self._front.learn_forms(params)
-        generation = self._front.generation(_cut(served, body, prompts), params, terms)
-        reply = CompletionReply(generation, name, served.texts, body.logprobs, _options(body), echo=bool(body.echo))
-        await while_connected(exchange, _answer(exchange, reply, bool(body.stream)))
+        generation = self._front.generation(
+            cut(served, body, prompts), params, terms, exchange.came_s, _name(exchange, body)
+        )
+        details = Details(served.texts, bool(body.return_token_ids), body.prompt_logprobs)
+        texts = self._texts(served, body)
+        reply = CompletionReply(
+            generation, name, texts, details, body.logprobs, self._options(body), echo=bool(body.echo)
+        )
+        with generation.admitted(exchange.key, exchange.told):
+            await while_connected(exchange, _answer(exchange, reply, bool(body.stream)))
 
     async def chat(self, exchange: Exchange) -> None:
         data = await exchange.body()
         body = parse(data, ChatBody)
-        chat = await self._begin_chat(data, body)
+        chat = await self._begin_chat(exchange, data, body)
+        details = Details(chat.served.texts, bool(body.return_token_ids), body.prompt_logprobs, of_prompt=False)
         reply = ChatReply(
             chat.generation,
             chat.name,
-            chat.served.texts,
+            self._texts(chat.served, body),
+            details,
             chat.top,
-            _options(body),
+            self._options(body),
             reader=chat.reader,
             named=chat.tools.named,
             thoughts=body.include_reasoning is not False,
             short_ids=chat.served.families.calls is Mistral,
         )
-        await while_connected(exchange, _answer(exchange, reply, bool(body.stream)))
+        with chat.generation.admitted(exchange.key, exchange.told):
+            await while_connected(exchange, _answer(exchange, reply, bool(body.stream)))
 
     async def responses(self, exchange: Exchange) -> None:
         data = await exchange.body()
         body = parse(data, ResponsesBody)
-        chat = await self._begin_chat(data, body.chat())
+        chat = await self._begin_chat(exchange, data, body.chat())
         reply = ResponseReply(chat.generation, chat.name, chat.reader(), body=body)
         exchange.shape = reply.error_shape
-        await while_connected(exchange, _answer_turn(exchange, reply, bool(body.stream)))
+        with chat.generation.admitted(exchange.key, exchange.told):
+            await while_connected(exchange, _answer_turn(exchange, reply, bool(body.stream)))
 
     async def messages(self, exchange: Exchange) -> None:
         exchange.shape = anthropic_error
         data = await exchange.body()
         body = parse(data, MessagesBody)
-        chat = await self._begin_chat(data, body.chat())
+        chat = await self._begin_chat(exchange, data, body.chat())
         reply = MessageReply(chat.generation, chat.name, chat.reader())
-        await while_connected(exchange, _answer_turn(exchange, reply, bool(body.stream)))
+        with chat.generation.admitted(exchange.key, exchange.told):
+            await while_connected(exchange, _answer_turn(exchange, reply, bool(body.stream)))
 
     async def count_tokens(self, exchange: Exchange) -> None:
         exchange.shape = anthropic_error
@@ -182,7 +209,7 @@ class Api:
         self._front.ready()
         raise BadRequest("this model writes text: it makes no embeddings", param="model")
 
-    async def _begin_chat(self, data: bytes, body: ChatBody) -> _Chat:
+    async def _begin_chat(self, exchange: Exchange, data: bytes, body: ChatBody) -> _Chat:
         """A chat whose completions are checked, and not begun. Raises BadRequest, HttpError."""
         served = self._front.ready()
         name = self._front.name(body.model)
@@ -192,19 +219,40 @@ class Api:
         if (body.max_completion_tokens or 0) < 0:
             raise BadRequest(f"max_completion_tokens is {tokens}, the limit is 0", param="max_completion_tokens")
         tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls, served.families)
-        params = body.sampling({"max_tokens": None} | dict(served.defaults), logprobs=top, max_tokens=tokens)
+        params = body.sampling(
+            {"max_tokens": None} | dict(served.defaults),
+            logprobs=top,
+            max_tokens=tokens,
+            prompt_logprobs=body.prompt_logprobs,
+        )
         terms = body.terms()
-        shown = None if tools.choice == "none" and self._front.hides_tools else body.tools
+        shown = (
+            None if tools.choice == "none" and self._front.habits.exclude_tools_when_tool_choice_none else body.tools
+        )
         prompt = Prompt(None, tuple(await _aside(data, lambda: chat_ids(served, body, shown))))
         prompt_end = served.texts.decode(prompt.ids[-PROMPT_END:], skip_special_tokens=False)
         params = _for_tools(served, params, tools, prompt_end, shows_special=body.skip_special_tokens is None)
         await self._front.learn_forms(params)
         try:
-            generation = self._front.generation(_cut(served, body, [prompt]), params, terms)
+            generation = self._front.generation(
+                cut(served, body, [prompt]), params, terms, exchange.came_s, _name(exchange, body)
+            )
         except BadRequest as cause:
             cause.param = "messages" if cause.param == "prompt" else cause.param
             raise
         return _Chat(served, name, generation, tools, top, lambda: reader_for(served.families, tools, prompt_end))
+
+    def _texts(self, served: Served, body: SamplingBody) -> TokenTexts | IdTexts:
+        """How single tokens are shown."""
+        given = body.return_tokens_as_token_ids
+        by_id = self._front.habits.return_tokens_as_token_ids if given is None else given
+        return IdTexts(served.texts) if by_id else served.texts
+
+    def _options(self, body: SamplingBody) -> StreamOptions:
+        given = body.stream_options or StreamOptions()
+        if given.include_usage is None and self._front.habits.enable_force_include_usage:
+            return StreamOptions(True, given.continuous_usage_stats)
+        return given
 
     async def tokenize(self, exchange: Exchange) -> None:
         data = await exchange.body()
@@ -276,8 +324,14 @@ async def _aside(data: bytes, work: Callable[[], Result]) -> Result:
     return work() if len(data) <= INLINE_BYTES else await asyncio.to_thread(work)
 
 
-def _options(body: SamplingBody) -> StreamOptions:
-    return body.stream_options or StreamOptions()
+def _name(exchange: Exchange, body: SamplingBody) -> str:
+    """The request's: the header's, else the body's, else a new one."""
+    given = body.request_id
+    if given is None or exchange.headers.get("x-request-id"):
+        return exchange.request_id
+    if not REQUEST_ID.fullmatch(given):
+        raise BadRequest("request_id must be 1 to 128 visible ASCII characters", param="request_id")
+    return given
 
 
 def _top_logprobs(served: Served, body: ChatBody) -> int | None:
@@ -290,49 +344,6 @@ def _top_logprobs(served: Served, body: ChatBody) -> int | None:
     if not 0 <= (body.top_logprobs or 0) <= most:
         raise BadRequest(f"top_logprobs is {body.top_logprobs}, the limit is 0 to {most}", param="top_logprobs")
     return body.top_logprobs or 0
-
-
-# --- Prompts
-
-
-def completion_prompts(served: Served, body: CompletionBody) -> list[Prompt]:
-    """The prompts of a completion, in the order given. Raises BadRequest."""
-    given = body.prompt
-    if given is None:
-        raise BadRequest("prompt is missing", param="prompt")
-    if isinstance(given, str) or (isinstance(given, list) and given and all(type(item) is int for item in given)):
-        given = [given]
-    if not isinstance(given, list) or not given:
-        raise _wrong_prompt()
-    if all(isinstance(item, str) for item in given):
-        special = body.add_special_tokens is not False
-        if body.truncate_prompt_tokens is None:
-            _check_characters(served, given)
-        return [Prompt(text, tuple(encoded(served, text, special))) for text in given]
-    if all(isinstance(item, list) and all(type(token) is int for token in item) for item in given):
-        return [Prompt(None, tuple(ids)) for ids in given]
-    raise _wrong_prompt()
-
-
-def _check_characters(served: Served, texts: list[str]) -> None:
-    """Raise PromptTooLong for a text that cannot fit however it is encoded, which would take seconds for megabytes."""
-    length = served.facts.limits.max_model_len
-    most = length * served.tokenizer.longest_token * SHRINKAGE
-    longest = max(map(len, texts))
-    if longest > most:
-        raise PromptTooLong(
-            f"the prompt has {longest:,} characters, which are more than the context's {length:,} tokens",
-            param="prompt",
-            hint="shorten the prompt, or raise --max-model-len where the model allows it",
-        )
-
-
-def encoded(served: Served, text: str, special: bool) -> list[int]:
-    """A raw prompt's ids; special tokens' text in it is special tokens."""
-    try:
-        return served.tokenizer.encode(text, add_special_tokens=special)
-    except BadRequest as cause:
-        raise BadRequest(cause.message, param="prompt", hint=cause.hint) from None
 
 
 def _for_tools(
@@ -352,48 +363,3 @@ def _for_tools(
     if shows_special and families.marked_by_special(served.tokenizer, calls=tools.choice == "auto"):
         hidden = False
     return replace(params, structured_outputs=form, skip_special_tokens=hidden)
-
-
-def chat_ids(served: Served, body: ChatBody | TokenizeBody, tools: Any = None) -> list[int]:
-    """A conversation's ids through the chat template. Raises BadRequest."""
-    more = dict(body.chat_template_kwargs or {})
-    if clash := sorted(set(more).intersection(_TEMPLATE_ARGUMENTS)):
-        raise BadRequest(f"chat_template_kwargs must not set {clash[0]}", param="chat_template_kwargs")
-    if isinstance(body, ChatBody):
-        more |= {"documents": body.documents}
-        if body.reasoning_effort is not None:
-            more["reasoning_effort"] = body.reasoning_effort
-    if body.messages is None:
-        raise BadRequest("messages is missing", param="messages")
-    goes_on = bool(body.continue_final_message)
-    begins = not goes_on if body.add_generation_prompt is None else body.add_generation_prompt
-    return served.tokenizer.apply_chat_template(
-        body.messages, tools=tools, add_generation_prompt=begins, continue_final_message=goes_on, **more
-    )
-
-
-def tokenize_ids(served: Served, body: TokenizeBody) -> list[int]:
-    if body.prompt is None:
-        return chat_ids(served, body)
-    return encoded(served, body.prompt, body.add_special_tokens is not False)
-
-
-def _cut(served: Served, body: SamplingBody, prompts: list[Prompt]) -> list[Prompt]:
-    """The prompts' last truncate_prompt_tokens tokens; -1: as many as leave room for one more."""
-    most = body.truncate_prompt_tokens
-    if most is None:
-        return prompts
-    room = served.facts.limits.max_model_len - 1
-    if most != -1 and not 1 <= most <= room:
-        raise BadRequest(
-            f"truncate_prompt_tokens is {most}, the limit is 1 to {room:,}, or -1", param="truncate_prompt_tokens"
-        )
-    most = room if most == -1 else most
-    return [prompt if len(prompt.ids) <= most else Prompt(None, prompt.ids[-most:]) for prompt in prompts]
-
-
-def _wrong_prompt() -> BadRequest:
-    return BadRequest(
-        "prompt must be a text, a list of texts, a list of token ids, or a list of lists of them, and not empty",
-        param="prompt",
-    )

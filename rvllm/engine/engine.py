@@ -35,7 +35,7 @@ class Engine:
 
     def __init__(self, model: Model, limits: Limits) -> None:
         self._model = model
-        self.limits = limits
+        self.limits, self.program = limits, model.program
         self._held = Holdings(limits, length_independent(model.program))
         self._speculator = Speculator(limits.speculation, limits.max_rows)
         self._follows = model.runs_ahead
@@ -46,7 +46,7 @@ class Engine:
         self._ending: list[Sequence] = []  # ended, while the step in flight still writes to their blocks
         self._flight: Flight | None = None
         self._stuck = False  # whether those that wait have to, until something ends
-        self._counts = Counts()
+        self.counts = Counts()
         self.grammars: Grammars | None = None  # once it knows its tokens' bytes
 
     @property
@@ -71,7 +71,7 @@ class Engine:
     @property
     def load(self) -> Load:
         drafted = self._speculator.drafted
-        return self._counts.load(len(self._running), len(self._waiting), self._held.pool, drafted)
+        return self.counts.load(len(self._running), len(self._waiting), self._held.pool, drafted)
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache."""
@@ -81,8 +81,7 @@ class Engine:
 
     def learn(self, vocabulary: Vocabulary) -> Grammars:
         """Take the tokens' bytes, for grammars; those that it has, where it has them. Raises BadRequest."""
-        if self.grammars is None:
-            self.grammars = Grammars(vocabulary, mask_words(self._model.program), self.limits.eos_ids)
+        self.grammars = self.grammars or Grammars(vocabulary, mask_words(self._model.program), self.limits.eos_ids)
         return self.grammars
 
     def check(self) -> None:
@@ -148,14 +147,13 @@ class Engine:
 
     def _born(self, request: Request, keys: list[bytes]) -> Sequence:
         matcher = matcher_for(self.grammars, request.params)
-        self._counts.arrivals += 1
-        arrival, turn = self._counts.arrivals, self._counts.steps
-        return new_sequence(request, keys, self.limits, arrival=arrival, turn=turn, matcher=matcher)
+        self.counts.arrivals += 1
+        return new_sequence(request, keys, self.limits, self.counts.arrivals, self.counts.steps, matcher)
 
     def _take_off(self) -> Flight | None:
         """Plan a step, make room for it and start it."""
         plan = schedule(self._running, self._waiting, self._held.pool, self.limits)
-        self._counts.steps += 1
+        self.counts.steps += 1
         for sequence in plan.preempted:
             self._preempt(sequence)
         for admission in plan.admitted:
@@ -171,7 +169,7 @@ class Engine:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to those that wait, with its tokens. Its full blocks stay in the cache until their room is wanted."""
-        self._counts.preemptions += 1
+        self.counts.preemptions += 1
         take_out(self._running, sequence)
         self._held.release(sequence)
         if sequence.scoring:
@@ -183,13 +181,14 @@ class Engine:
         self._held.begin(sequence, shared)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = sequence.computed
-            self._counts.prompt_tokens += len(sequence.request.prompt_ids)
-            self._counts.cached_tokens += sequence.computed
+            self.counts.prompt_tokens += len(sequence.request.prompt_ids)
+            self.counts.cached_tokens += sequence.computed
 
     def _seat(self, sequence: Sequence) -> None:
         """From those that wait to those that run."""
         take_out(self._waiting, sequence)
         insort(self._running, sequence, key=RANK)
+        sequence.begin()
 
     def _start(self, plan: Plan) -> Flight:
         size = self.limits.block_size
@@ -198,7 +197,7 @@ class Engine:
         write_masks(self.grammars, asked)
         if len(asked.places) != len(step.rows):
             step = replace(step, rows=np.array(asked.places, dtype=np.int32))
-        filled, number = [], self._counts.steps
+        filled, number = [], self.counts.steps
         for sequence, tokens in plan.chunks:
             leads = bool(sequence.siblings) and tokens == sequence.pending
             sequence.computed += tokens
@@ -210,6 +209,7 @@ class Engine:
         for sequence, row in zip(asked.sequences, asked.rows):
             row.slot = sequence.slot or 0
         members = [chunk.sequence for chunk in plan.chunks]
+        self.counts.start(step)
         return Flight(
             step,
             frozenset([*members, *plan.forks]),
@@ -248,9 +248,10 @@ class Engine:
         write_masks(self.grammars, asked)
         for sequence in sequences:
             sequence.computed += 1
-            sequence.turn = self._counts.steps
+            sequence.turn = self.counts.steps
         for sequence, row in zip(asked.sequences, asked.rows):
             row.slot = sequence.slot or 0
+        self.counts.start(step)
         started = self._model.start(step, asked.rows, guessing=verification.guessing)
         slots = slots_of(asked.sequences)
         return Flight(step, frozenset(sequences), slots, asked, (), False, 0, started, verification)
@@ -294,6 +295,7 @@ class Engine:
             row.position += 1
             if row.forbidden_ids:
                 allow_late(row)
+        self.counts.start(step)
         filling = [sequences[row] for row in np.flatnonzero(step.kv_lengths % size == 0).tolist()]
         return replace(
             flight,
@@ -322,6 +324,7 @@ class Engine:
         for row in flight.asked.rows:
             row.position += 1  # where there is no room for guesses; the model knows the others' by itself
             allow_late(row)
+        self.counts.start(step)
         started = self._model.start(step, flight.asked.rows, follows=True)
         return replace(flight, step=step, started=started, verifies=verifies.next())
 

@@ -99,7 +99,7 @@ def write_masks(grammars: Grammars | None, asked: Asked) -> None:
 
 
 def new_sequence(
-    request: Request, keys: list[bytes], limits: Limits, *, arrival: int, turn: int, matcher: Matcher | None = None
+    request: Request, keys: list[bytes], limits: Limits, arrival: int, turn: int, matcher: Matcher | None = None
 ) -> Sequence:
     """What a request becomes, and how its first token is drawn. `keys`: of its prompt's full blocks."""
     params, length = request.params, len(request.prompt_ids)

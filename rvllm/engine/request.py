@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from operator import attrgetter
+from time import monotonic
 
 from rvllm.engine.grammar import Matcher
 from rvllm.errors import BadRequest
@@ -53,7 +54,8 @@ class TokenEvent:
 
     `stop_id` is the token id that ended it, where one did; `error` says why it cannot go on: the token is then none.
     Log-probabilities are natural logs, when asked for. With the first token alone: `cached_tokens`, how many of the
-    prompt's were in the cache, and, when asked for, `prompt_logprobs` of the prompt's tokens but the first.
+    prompt's were in the cache, and, when asked for, `prompt_logprobs` of the prompt's tokens but the first; `waited_s`,
+    from its arrival to the step in which it began.
     """
 
     request_id: str
@@ -64,6 +66,7 @@ class TokenEvent:
     stop_id: int | None
     cached_tokens: int | None = None
     prompt_logprobs: tuple[Sampled, ...] | None = None
+    waited_s: float | None = field(default=None, compare=False)
     error: str | None = None
 
 
@@ -84,6 +87,7 @@ class Sequence:
     row             how its next token is drawn; the position in it is counted on
     counted         whether its drawn tokens are counted, in `output_counts`: where there are penalties
     past            what its next tokens are guessed from, once they are
+    born_s          on the monotonic clock; `waited_s`: from there to the step in which it first began
     matcher         how far it has come in its grammar, where it has one
     """
 
@@ -110,6 +114,13 @@ class Sequence:
     output_counts: Counter[int] = field(default_factory=Counter)
     past: Past | None = None
     matcher: Matcher | None = None
+    born_s: float = field(default_factory=monotonic)
+    waited_s: float | None = None
+
+    def begin(self) -> None:
+        """It is about to run, perhaps not for the first time."""
+        if self.waited_s is None:
+            self.waited_s = monotonic() - self.born_s
 
     @property
     def output_ids(self) -> list[int]:
@@ -154,8 +165,8 @@ def event_of(sequence: Sequence, sampled: Sampled) -> TokenEvent:
         return TokenEvent(name, token, sampled.logprob, sampled.top_logprobs, finish, stop_id)
     sequence.told = True
     scores = tuple(sequence.scores) if sequence.scored else None
-    cached = sequence.cached_tokens
-    return TokenEvent(name, token, sampled.logprob, sampled.top_logprobs, finish, stop_id, cached, scores)
+    cached, waited_s = sequence.cached_tokens, sequence.waited_s
+    return TokenEvent(name, token, sampled.logprob, sampled.top_logprobs, finish, stop_id, cached, scores, waited_s)
 
 
 def take_out(queue: list[Sequence], sequence: Sequence) -> None:

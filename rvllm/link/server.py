@@ -17,6 +17,7 @@ from itertools import groupby
 
 from rvllm.engine.engine import Engine
 from rvllm.engine.request import Request, TokenEvent, check_request
+from rvllm.engine.tally import Histogram
 from rvllm.errors import BadRequest, EngineError, RvllmError
 from rvllm.link.compiling import Compiler
 from rvllm.link.messages import (
@@ -54,6 +55,11 @@ TERMINATE_DRAIN_S = 30.0
 
 IDLE_BEFORE_COLLECT_S = 0.05
 STEPS_BEFORE_COLLECT = 10_000
+
+STEP_S = (0.001, 0.002, 0.003, 0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # vLLM's
+PAUSE_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1)
+"""Bounds of what is counted for those who watch."""
 
 
 def _shared(request: Request) -> tuple[object, ...]:
@@ -121,6 +127,9 @@ class Server:
         self._fronts = {parent}
         self._steps = 0
         self._uncollected_steps = 0
+        self._computed_tokens = 0
+        self._step_s, self._step_tokens = Histogram.empty(STEP_S), Histogram.empty(STEP_TOKENS)
+        self._gc_s = Histogram.empty(PAUSE_S)
         self._stop_at_s: float | None = None  # on the monotonic clock
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
@@ -156,12 +165,20 @@ class Server:
     def _step(self) -> None:
         if not self._engine.busy:  # a front may just have taken its requests away
             return
+        begin_s = time.monotonic()
         events = self._engine.step()
-        self._steps += 1
+        self._count_step(time.monotonic() - begin_s)
         self._uncollected_steps += 1
         self.publish(events)
         if self._uncollected_steps >= STEPS_BEFORE_COLLECT:
             self._collect()
+
+    def _count_step(self, seconds: float) -> None:
+        computed = self._engine.counts.computed_tokens
+        self._step_s.add(seconds)
+        self._step_tokens.add(computed - self._computed_tokens)
+        self._computed_tokens = computed
+        self._steps += 1
 
     def publish(self, events: list[TokenEvent]) -> None:
         """Send each front what a step made for it, in one message."""
@@ -182,7 +199,9 @@ class Server:
             self._attend(None)
 
     def _collect(self) -> None:
+        begin_s = time.monotonic()
         gc.collect()
+        self._gc_s.add(time.monotonic() - begin_s)
         self._uncollected_steps = 0
 
     def _submit(self, front: Front, requests: tuple[Request, ...]) -> None:
@@ -311,7 +330,8 @@ class Server:
                 if request_id in front.held:
                     self._abort(request_id)
         elif isinstance(message, AskStats):
-            self._send(front, Stats(self._engine.load, self._steps))
+            load = self._engine.load
+            self._send(front, Stats(load, self._steps, self._step_s, self._step_tokens, self._gc_s))
         elif isinstance(message, Shutdown) and front is self._parent:
             self._stop(message.drain_s)
         else:

@@ -90,16 +90,17 @@ class Families:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, calls: str | None, thinking: str) -> Families:
-        """By vLLM's names; where no reader of calls is named, by the model's own template. Raises StartError."""
-        if calls in (None, "auto"):
-            reader = _by_template(tokenizer)
-        else:
-            reader = READERS.get(calls or "")
-            if reader is None:
-                raise _unknown("--tool-call-parser", calls or "", READERS)
+        """By names that `check` knows; where no reader of calls is named, by the model's own template."""
+        reader = _by_template(tokenizer) if calls in (None, "auto") else READERS[calls or ""]
+        return cls(reader, REASONING.get(thinking))
+
+    @staticmethod
+    def check(calls: str | None, thinking: str) -> None:
+        """Raise StartError for what is none of vLLM's names, or one that is not done."""
+        if calls is not None and calls not in ("auto", *READERS):
+            raise _unknown("--tool-call-parser", calls, READERS)
         if thinking and thinking not in REASONING:
             raise _unknown("--reasoning-parser", thinking, REASONING)
-        return cls(reader, REASONING.get(thinking))
 
     def marked_by_special(self, tokenizer: Tokenizer, *, calls: bool) -> bool:
         """Whether some of the markers are special tokens, which then have to be in the text to be seen."""

@@ -38,13 +38,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return random_model(tmp_path_factory.mktemp("model"), options=Options(words=words, max_positions=4096))
 
 
-@pytest.fixture(scope="module", params=["bare", "guessing"])
+@pytest.fixture(scope="module", params=["bare", "guessing", "fronts"])
 def server(
     model: TinyModel, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     guesses = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}'
-    more = ("--speculative-config", guesses) if request.param == "guessing" else ()
-    with serving(model.folder, *more, "--seed", "1", folder=tmp_path_factory.mktemp("server")) as started:
+    more = {"bare": (), "guessing": ("--speculative-config", guesses), "fronts": ("--api-server-count", "2")}
+    with serving(
+        model.folder, *more[request.param], "--seed", "1", folder=tmp_path_factory.mktemp("server")
+    ) as started:
         yield started
         until(lambda: at_rest(started.stats()), 5)
 

@@ -146,7 +146,7 @@ def test_the_second_run_uses_what_the_first_unpacked(archive: Path, cache: Path)
 def test_all_libraries_work_from_the_unpacked_build_alone(archive: Path, cache: Path) -> None:
     check = """
 import numpy, tokenizers, jinja2.sandbox, markupsafe._speedups, msgspec, click, cuda.bindings.driver, cuda.pathfinder
-import uvicorn.protocols.http.httptools_impl, uvicorn.protocols.http.h11_impl, uvloop
+import uvicorn.protocols.http.httptools_impl, uvicorn.protocols.http.h11_impl, uvloop, prometheus_client.multiprocess
 import rvllm.version, kernels_ptx, llguidance.gbnf_to_lark
 assert numpy.linalg.inv(numpy.eye(3) * 2)[0, 0] == 0.5
 assert numpy.random.default_rng(0).random() < 1 and abs(numpy.fft.fft([1, 2])[0]) == 3
@@ -158,7 +158,7 @@ try:
     cuda.bindings.driver.cuInit(0)  # a machine with the driver
 except cuda.pathfinder.DynamicLibNotFoundError as error:
     assert "libcuda.so.1" in str(error)
-ours = ("numpy", "tokenizers", "jinja2", "markupsafe", "msgspec", "click", "cuda", "rvllm", "kernels_ptx", "llguidance", "uvicorn", "h11", "httptools", "uvloop")
+ours = ("numpy", "tokenizers", "jinja2", "markupsafe", "msgspec", "click", "cuda", "rvllm", "kernels_ptx", "llguidance", "uvicorn", "h11", "httptools", "uvloop", "prometheus_client")
 for name, module in list(sys.modules.items()):
     if name.partition(".")[0] in ours and getattr(module, "__file__", None):
         assert module.__file__.startswith(folder), (name, module.__file__)
@@ -566,6 +566,7 @@ def test_the_entries_are_sorted_and_bear_no_time(archive: Path) -> None:
             "msgspec",
             "numpy",
             "numpy.libs",
+            "prometheus_client",
             "rvllm",
             "tokenizers",
             "uvicorn",
