@@ -5,9 +5,11 @@
 // launch: grid whole + (tiles - whole) parts, block 256; T tokens a tile, 64, 128 or 256, as the entry's name says;
 //   tiles = ceil(tokens / T) ceil(slots / 128), slots = rows. The tiles from `whole` on are cut into
 //   `parts`. Dynamic shared bytes: n128, n256 197632; n64 99328.
-//   n128, n256: parts is at most ceil(depth / 64); workspace: 512 T parts bytes a cut tile.
+//   n128, n256: parts is at most 16 and ceil(depth / 64); workspace: 512 T parts bytes a cut tile.
 //   n64 has the bits of linear.cu; splits is its S, parts is 1, 2, 4 or 8 and changes no bit, and where splits is more than
 //   1 all tiles are cut; workspace: 262144 splits bytes a cut tile.
+//   Blocks that share a tile wait for each other: they are the grid's last, and all of them run at once.
+//   x and weight are given as maps (Device.matrix_map): of x in boxes of T rows, of the weight in boxes of 64.
 // bound: 2 tokens rows depth FLOPs, or the bytes of the weight.
 // assumes: depth is a multiple of 8; x, weight and out start on 16 bytes; residual and out overlap nothing else.
 // spills: at most 32 bytes
@@ -16,51 +18,51 @@
 #include "linear_wgmma.cuh"
 
 template <int TOKENS, typename X>
-DEVICE void wide_unrounded(const X* x, const X* weight, const X* bias, float* out, int tokens, int rows, int depth,
-                           int whole, int parts, float* workspace, uint32* counters) {
+DEVICE void wide_unrounded(const void* x, const void* weight, const X* bias, float* out, int tokens, int rows,
+                           int depth, int whole, int parts, float* workspace, uint32* counters) {
   const Plain<Unrounded<X>> to = {{bias}, out, rows};
-  gemm<TOKENS>(Operands<X>{x, weight, tokens, depth}, Cut{whole, parts}, Meeting{workspace, counters}, to);
+  gemm<TOKENS, X>(Matrices{x, weight, tokens, depth}, Cut{whole, parts}, Meeting{workspace, counters}, to);
 }
 
 KERNEL(256)
-void gemm_f32_t90a_f16_n128(const half_t* x, const half_t* weight, const half_t* bias, float* out, int tokens, int rows,
+void gemm_f32_t90a_f16_n128(const void* x, const void* weight, const half_t* bias, float* out, int tokens, int rows,
                             int depth, int whole, int parts, float* workspace, uint32* counters) {
-  wide_unrounded<128>(x, weight, bias, out, tokens, rows, depth, whole, parts, workspace, counters);
+  wide_unrounded<128, half_t>(x, weight, bias, out, tokens, rows, depth, whole, parts, workspace, counters);
 }
 
 KERNEL(256)
-void gemm_f32_t90a_f16_n256(const half_t* x, const half_t* weight, const half_t* bias, float* out, int tokens, int rows,
+void gemm_f32_t90a_f16_n256(const void* x, const void* weight, const half_t* bias, float* out, int tokens, int rows,
                             int depth, int whole, int parts, float* workspace, uint32* counters) {
-  wide_unrounded<256>(x, weight, bias, out, tokens, rows, depth, whole, parts, workspace, counters);
+  wide_unrounded<256, half_t>(x, weight, bias, out, tokens, rows, depth, whole, parts, workspace, counters);
 }
 
 KERNEL(256)
-void gemm_f32_t90a_bf16_n128(const bfloat_t* x, const bfloat_t* weight, const bfloat_t* bias, float* out, int tokens,
-                             int rows, int depth, int whole, int parts, float* workspace, uint32* counters) {
-  wide_unrounded<128>(x, weight, bias, out, tokens, rows, depth, whole, parts, workspace, counters);
+void gemm_f32_t90a_bf16_n128(const void* x, const void* weight, const bfloat_t* bias, float* out, int tokens, int rows,
+                             int depth, int whole, int parts, float* workspace, uint32* counters) {
+  wide_unrounded<128, bfloat_t>(x, weight, bias, out, tokens, rows, depth, whole, parts, workspace, counters);
 }
 
 KERNEL(256)
-void gemm_f32_t90a_bf16_n256(const bfloat_t* x, const bfloat_t* weight, const bfloat_t* bias, float* out, int tokens,
-                             int rows, int depth, int whole, int parts, float* workspace, uint32* counters) {
-  wide_unrounded<256>(x, weight, bias, out, tokens, rows, depth, whole, parts, workspace, counters);
+void gemm_f32_t90a_bf16_n256(const void* x, const void* weight, const bfloat_t* bias, float* out, int tokens, int rows,
+                             int depth, int whole, int parts, float* workspace, uint32* counters) {
+  wide_unrounded<256, bfloat_t>(x, weight, bias, out, tokens, rows, depth, whole, parts, workspace, counters);
 }
 
 template <typename X>
-DEVICE void in_parts_unrounded(const X* x, const X* weight, const X* bias, float* out, int tokens, int rows, int depth,
-                               int splits, int whole, int parts, float* workspace, uint32* counters) {
+DEVICE void in_parts_unrounded(const void* x, const void* weight, const X* bias, float* out, int tokens, int rows,
+                               int depth, int splits, int whole, int parts, float* workspace, uint32* counters) {
   const Plain<Unrounded<X>> to = {{bias}, out, rows};
-  linear_parts(Operands<X>{x, weight, tokens, depth}, splits, Cut{whole, parts}, Meeting{workspace, counters}, to);
+  linear_parts<X>(Matrices{x, weight, tokens, depth}, splits, Cut{whole, parts}, Meeting{workspace, counters}, to);
 }
 
 KERNEL(512)
-void gemm_f32_t90a_f16_n64(const half_t* x, const half_t* weight, const half_t* bias, float* out, int tokens, int rows,
+void gemm_f32_t90a_f16_n64(const void* x, const void* weight, const half_t* bias, float* out, int tokens, int rows,
                            int depth, int splits, int whole, int parts, float* workspace, uint32* counters) {
-  in_parts_unrounded(x, weight, bias, out, tokens, rows, depth, splits, whole, parts, workspace, counters);
+  in_parts_unrounded<half_t>(x, weight, bias, out, tokens, rows, depth, splits, whole, parts, workspace, counters);
 }
 
 KERNEL(512)
-void gemm_f32_t90a_bf16_n64(const bfloat_t* x, const bfloat_t* weight, const bfloat_t* bias, float* out, int tokens,
-                            int rows, int depth, int splits, int whole, int parts, float* workspace, uint32* counters) {
-  in_parts_unrounded(x, weight, bias, out, tokens, rows, depth, splits, whole, parts, workspace, counters);
+void gemm_f32_t90a_bf16_n64(const void* x, const void* weight, const bfloat_t* bias, float* out, int tokens, int rows,
+                            int depth, int splits, int whole, int parts, float* workspace, uint32* counters) {
+  in_parts_unrounded<bfloat_t>(x, weight, bias, out, tokens, rows, depth, splits, whole, parts, workspace, counters);
 }

@@ -1,4 +1,4 @@
-// The names that kernels are written in: the only file with inline assembly and CUDA built-ins.
+// The names that kernels are written in: with intrinsics_t90.cuh the only file with inline assembly and CUDA built-ins.
 //
 // A host compiler takes the same names from shim_intrinsics.h, which runs every CUDA thread as a fiber. Blocks are
 // one-dimensional. TIER (70, 75, 80, 89, 90) is set by the build; a name exists from the tier that its comment gives.
@@ -119,6 +119,11 @@ DEVICE void store_release(uint32* address, uint32 value) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(address)), "r"(value) : "memory");
 }
 DEVICE void fence() { __threadfence(); }
+// Until other blocks have brought the word to `least` or more, as by an acquire.
+DEVICE void wait_until(const uint32* address, uint32 least) {
+  while (load_acquire(address) < least) {
+  }
+}
 
 // T is int, uint32 or uint64: integers only, since the order of float atomics is not fixed. Each gives the old value.
 template <typename T>
@@ -289,62 +294,6 @@ template <int GROUPS>
 DEVICE void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
 }
-#endif
-
-// ---- Matrix products of a warpgroup, four neighbouring warps, t90a: d += a b^T for 64 rows of a and 64 or 128 of b, each with
-// 16 elements of the depth in shared memory. Rows are 128 bytes, eight of them on a multiple of 1024; the 16-byte piece p
-// of row r lies at p ^ r % 8.
-#if TIER >= 90
-// Where rows begin, `k` elements (a multiple of 16) into their 128 bytes.
-DEVICE uint64 matrix_at(const void* rows, int k) {
-  const uint64 address = uint32(__cvta_generic_to_shared(rows)) + k * 2;
-  return (address & 0x3ffffu) >> 4 | 1ull << 16 | 64ull << 32 |
-         1ull << 62;  // eight rows in 1024 bytes, swizzled by 128
-}
-
-// d: of rows 16 w + g and 8 on (w the warp of four, lane 4 g + t), columns 8 j + 2 t and 2 t + 1, at 4 j..4 j + 3. The sums
-// are those of mma_16816 to the bit, where both have the same sets of sixteen (measured: benchmarks/LOG.md).
-#define WGMMA_FOUR(i) "+f"(d[4 * (i)]), "+f"(d[4 * (i) + 1]), "+f"(d[4 * (i) + 2]), "+f"(d[4 * (i) + 3])
-#define WGMMA_HALF \
-  WGMMA_FOUR(0), WGMMA_FOUR(1), WGMMA_FOUR(2), WGMMA_FOUR(3), WGMMA_FOUR(4), WGMMA_FOUR(5), WGMMA_FOUR(6), WGMMA_FOUR(7)
-#define WGMMA_HALF_NAMES                                                   \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define WGMMA(type, name)                                                                                    \
-  DEVICE void wgmma_16(float (&d)[32], uint64 a, uint64 b, type) {                                           \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name " {" WGMMA_HALF_NAMES           \
-                 "}, %32, %33, 1, 1, 1, 0, 0;"                                                               \
-                 : WGMMA_HALF                                                                                \
-                 : "l"(a), "l"(b));                                                                          \
-  }                                                                                                          \
-  DEVICE void wgmma_16(float (&d)[64], uint64 a, uint64 b, type) {                                           \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." name " {" WGMMA_HALF_NAMES          \
-                 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "        \
-                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"            \
-                 "}, %64, %65, 1, 1, 1, 0, 0;"                                                               \
-                 : WGMMA_HALF, WGMMA_FOUR(8), WGMMA_FOUR(9), WGMMA_FOUR(10), WGMMA_FOUR(11), WGMMA_FOUR(12), \
-                   WGMMA_FOUR(13), WGMMA_FOUR(14), WGMMA_FOUR(15)                                            \
-                 : "l"(a), "l"(b));                                                                          \
-  }
-WGMMA(half_t, "f16")
-WGMMA(bfloat_t, "bf16")
-
-// Before the first product, and before registers of d that others wrote are added to.
-DEVICE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// At most `GROUPS` younger groups are unfinished: those before have read their matrices and written d.
-template <int GROUPS>
-DEVICE void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(GROUPS) : "memory");
-}
-// Other instructions on d stay on their side of this: it goes before the first product, and behind the last wait.
-template <int N>
-DEVICE void wgmma_border(float (&d)[N]) {
-  UNROLL
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
-// What this thread has written or copied to shared memory is seen by products that are started after a barrier.
-DEVICE void show_to_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #endif
 
 // ---- Programmatic dependent launch, t90; a lower tier waits for the whole grid before it, so these do nothing there.

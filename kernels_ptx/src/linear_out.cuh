@@ -62,6 +62,12 @@ struct Plain {
     return slot < rows ? slot : NOWHERE;
   }
 
+  // The row of the first of P slots, those after it are in the next ones; behind the last row are others, or none.
+  template <int P>
+  DEVICE int first_row(int slot) const {
+    return slot;
+  }
+
   // N neighbouring sums of one token, and the N that are P slots on.
   template <int P, int N>
   DEVICE void finish(int token, int slot, const float (&first)[N], const float (&second)[N]) const {
@@ -106,12 +112,26 @@ struct Gated {
     return column >= width ? NOWHERE : slot / P % 2 == 0 ? column : width + column;
   }
 
+  template <int P>
+  DEVICE int first_row(int slot) const {
+    return slot / (2 * P) * P + (slot / P % 2 == 0 ? 0 : width);
+  }
+
   template <int P, int N>
   DEVICE void finish(int token, int slot, const float (&first)[N], const float (&second)[N]) const {
     const int column = slot / (2 * P) * P + slot % P;
-    UNROLL
-    for (int i = 0; i < N; ++i) {
-      if (column + i < width) out[int64(token) * width + column + i] = product(first[i], second[i], column + i);
+    X* to = out + int64(token) * width + column;
+    if (width % N == 0) {  // as `column` is
+      if (column >= width) return;
+      Pack<X, N> values;
+      UNROLL
+      for (int i = 0; i < N; ++i) values.at[i] = product(first[i], second[i], column + i);
+      *reinterpret_cast<Pack<X, N>*>(to) = values;
+    } else {
+      UNROLL
+      for (int i = 0; i < N; ++i) {
+        if (column + i < width) to[i] = product(first[i], second[i], column + i);
+      }
     }
   }
 

@@ -1,12 +1,18 @@
-// What products on warpgroups share: a block of two has 128 slots (linear_out.cuh), 64 each, and some tokens; 64 elements of
-// the depth a step, whose rows lie in shared memory as 128 bytes.
+// What products on warpgroups share: a block of two has a tile of 128 slots (linear_out.cuh), 64 each, and some tokens, and
+// goes through the depth in steps of 64 elements, which the copy engine brings.
 #pragma once
 
-#include "linear_in.cuh"
+#include "intrinsics_t90.cuh"
 #include "linear_out.cuh"
 #include "meeting.cuh"
 
-enum : int { SLOTS = 128, HALF = SLOTS / 2, STEP = 64, ROW_BYTES = STEP * 2 };
+enum : int { SLOTS = 128, HALF = SLOTS / 2, STEP = 64, ROW_BYTES = STEP * 2, TILE_THREADS = 256 };
+
+// The descriptions of x (tokens, depth), in boxes of a tile's tokens, and of the weight, in boxes of 64 rows.
+struct Matrices {
+  const void *x, *weight;
+  int tokens, depth;
+};
 
 // The tiles from `whole` on are cut into `parts` parts of the depth. Tiles are counted with the tokens fastest, so that
 // blocks that share slots run at the same time.
@@ -26,80 +32,200 @@ struct TilePart {
   }
 };
 
-// How a tile's rows of the weight and of x come to shared memory: those of a step in a stage, 128 slots, then the tokens.
-template <int TOKENS, typename X, typename Out>
-struct Copies {
-  enum : int { ROWS = SLOTS + TOKENS, STAGE_BYTES = ROWS * ROW_BYTES };
-  // A thread copies one 16-byte piece of every 32nd row.
-  enum : int { PIECES = ROW_BYTES / 16, APART = 256 / PIECES, WEIGHTS = SLOTS / APART, COUNT = ROWS / APART };
+// Where a tile is: its first token and slot, and the rows of the weight where its two halves begin.
+template <int TOKENS>
+struct Tile {
+  int token, slot, rows[2];
 
-  const Operands<X>& in;
-  unsigned char* stages;
-  int token, slot;     // the first ones
-  uint32 from[COUNT];  // the starts of the rows that this thread copies, in whole pieces
-  uint32 is_token;     // bit i: row i of the tokens exists
-
-  DEVICE Copies(const Operands<X>& operands, const Out& out, unsigned char* memory, int tile)
-      : in(operands), stages(memory), is_token(0) {
+  template <typename Out>
+  DEVICE Tile(const Matrices& in, const Out& out, int number) {
     const int token_tiles = (in.tokens + TOKENS - 1) / TOKENS;
-    token = tile % token_tiles * TOKENS;
-    slot = tile / token_tiles * SLOTS;
-    const uint32 pieces = uint32(in.depth) / WIDE;
-    UNROLL
-    for (int i = 0; i < COUNT; ++i) {
-      const int row = i * APART + thread_index() / PIECES;
-      if (i < WEIGHTS) {  // behind the last row it is the first one, whose sums nobody asks for
-        const int weight_row = out.template row<HALF>(slot + row);
-        from[i] = uint32(weight_row == NOWHERE ? 0 : weight_row) * pieces;
-      } else {
-        const bool exists = token + row - SLOTS < in.tokens;
-        from[i] = exists ? uint32(token + row - SLOTS) * pieces : 0;
-        is_token |= uint32(exists) << (i - WEIGHTS);
-      }
-    }
+    token = number % token_tiles * TOKENS;
+    slot = number / token_tiles * SLOTS;
+    rows[0] = out.template first_row<HALF>(slot);
+    rows[1] = out.template first_row<HALF>(slot + HALF);
   }
-
-  // Every call commits one group, so that counting groups is counting steps.
-  DEVICE void fetch(int stage, int step, int end) const {
-    if (step < end) {
-      const int piece = thread_index() % PIECES, first = thread_index() / PIECES, k = step * STEP + piece * WIDE;
-      const bool inside = k < in.depth;
-      unsigned char* to = stages + stage * STAGE_BYTES + first * ROW_BYTES + (piece ^ first % 8) * 16;
-      UNROLL
-      for (int i = 0; i < COUNT; ++i) {
-        const bool wanted = inside && (i < WEIGHTS || (is_token >> (i - WEIGHTS) & 1));
-        const X* at = (i < WEIGHTS ? in.weight : in.x) + int64(wanted ? from[i] + uint32(k) / WIDE : 0) * WIDE;
-        copy_async(to + i * APART * ROW_BYTES, at, wanted ? 16 : 0);
-      }
-    }
-    commit_copies();
-  }
-
-  // Where the 64 rows of this warpgroup begin, and the tokens.
-  DEVICE const unsigned char* weights(int stage) const {
-    return stages + stage * STAGE_BYTES + warp_index() / 4 * HALF * ROW_BYTES;
-  }
-  DEVICE const unsigned char* tokens(int stage) const { return stages + stage * STAGE_BYTES + SLOTS * ROW_BYTES; }
 };
 
-// Stores a tile: sum(i) is a thread's own in the order of wgmma_16's d, whole groups of tokens after one another. All go
-// through shared memory, so that a thread has eight neighbours to store.
-template <int TOKENS, typename X, typename Out, typename Sum>
-DEVICE void finish_tile(const Out& out, const Copies<TOKENS, X, Out>& tile, const Sum& sum) {
-  // Floats from one token's sums to the next's: what a warp stores at a time is in different banks.
-  enum : int { STRIDE = SLOTS + 4 };
-  float* kept = reinterpret_cast<float*>(tile.stages);
-  float* to = kept + lane_index() % 4 * 2 * STRIDE + warp_index() * 16 + lane_index() / 4;
-  sync_block();  // what was in the memory is read
-  UNROLL
-  for (int i = 0; i < TOKENS / 2; ++i) to[(i / 4 * 8 + i % 2) * STRIDE + i % 4 / 2 * 8] = sum(i);
-  sync_block();
-  NO_UNROLL
-  for (int item = thread_index(); item < TOKENS * (HALF / 8); item += 256) {
-    const int row = item / (HALF / 8), column = item % (HALF / 8) * 8;
-    if (tile.token + row >= tile.in.tokens) return;
-    const Pack<float, 8> first = load<8>(kept + row * STRIDE + column);
-    const Pack<float, 8> second = load<8>(kept + row * STRIDE + HALF + column);
-    out.template finish<HALF>(tile.token + row, tile.slot + column, first.at, second.at);
+// Steps [step, end) of a tile's depth, on their way through shared memory: each in a stage, rows of 128 bytes of 128 slots,
+// then of the tokens. The first thread has the copy engine bring them, one into the stage of the one STAGES before it as
+// soon as all warps have read that.
+template <int TOKENS, int COUNT>
+struct Steps {
+  enum : int { STAGES = COUNT, STAGE_BYTES = (SLOTS + TOKENS) * ROW_BYTES };
+
+  const Matrices& in;
+  const Tile<TOKENS>& tile;
+  unsigned char* memory;  // on 1024 bytes
+  uint64 *filled, *read;  // (STAGES)
+  int step, end;
+  int stage = 0;
+  uint32 round = 0;  // how often the ring has gone round, odd or even
+
+  // Waits for the grid before; the weights of the first stages are on their way by then.
+  DEVICE Steps(const Matrices& matrices, const Tile<TOKENS>& of, unsigned char* stages, uint64* words, int first,
+               int last)
+      : in(matrices), tile(of), memory(stages), filled(words), read(words + STAGES), step(first), end(last) {
+    const int ahead = end - step < STAGES ? end - step : STAGES;
+    if (thread_index() == 0) {
+      UNROLL
+      for (int i = 0; i < STAGES; ++i) {
+        begin_arrivals(filled + i, 1);
+        begin_arrivals(read + i, TILE_THREADS / WARP);
+      }
+      show_arrivals();
+      NO_UNROLL
+      for (int i = 0; i < ahead; ++i) fetch_weights(i, step + i);
+    }
+    sync_block();
+    wait_for_previous_grid();
+    NO_UNROLL
+    for (int i = 0; thread_index() == 0 && i < ahead; ++i) fetch_tokens(i, step + i);
+    sync_warp();
+    start_next_grid();  // its blocks find the multiprocessors that have none of this grid's
   }
+
+  DEVICE unsigned char* stage_at(int i) const { return memory + i * STAGE_BYTES; }
+  DEVICE const unsigned char* weights() const { return stage_at(stage) + warp_index() / 4 * HALF * ROW_BYTES; }
+  DEVICE const unsigned char* tokens() const { return stage_at(stage) + SLOTS * ROW_BYTES; }
+
+  DEVICE void fetch_weights(int to, int number) const {
+    arrive_expecting(filled + to, STAGE_BYTES);
+    UNROLL
+    for (int half = 0; half < 2; ++half) {
+      copy_box(stage_at(to) + half * HALF * ROW_BYTES, in.weight, number * STEP, tile.rows[half], filled + to);
+    }
+  }
+  DEVICE void fetch_tokens(int to, int number) const {
+    copy_box(stage_at(to) + SLOTS * ROW_BYTES, in.x, number * STEP, tile.token, filled + to);
+  }
+
+  // This warp has read step `number`, which was in stage `from`, the last time when the ring had gone round `turn` times.
+  DEVICE void has_read(int number, int from, uint32 turn) const {
+    if (lane_index() == 0) arrive_at(read + from);
+    if (thread_index() == 0 && number + STAGES < end) {
+      wait_arrivals(read + from, turn);
+      fetch_weights(from, number + STAGES);
+      fetch_tokens(from, number + STAGES);
+    }
+    sync_warp();
+  }
+
+  // The next `count` steps' products are added to the sums. While those of a step are made, the next are started.
+  template <typename X, int N>
+  DEVICE void accumulate(int count, float (&sums)[N], X type) {
+    wgmma_border(sums);
+    int before = stage;
+    uint32 turn = round;
+    NO_UNROLL
+    for (int i = 0; i < count; ++i) {
+      wait_arrivals(filled + stage, round);
+      wgmma_begin();
+      UNROLL
+      for (int k = 0; k < STEP; k += 16) wgmma_16(sums, matrix_at(weights(), k), matrix_at(tokens(), k), type);
+      wgmma_commit();
+      wgmma_wait<1>();
+      if (i > 0) has_read(step - 1, before, turn);
+      before = stage;
+      turn = round;
+      ++step;
+      if (++stage == STAGES) {
+        stage = 0;
+        round ^= 1u;
+      }
+    }
+    wgmma_wait<0>();
+    if (count > 0) has_read(step - 1, before, turn);
+    wgmma_border(sums);
+  }
+};
+
+// A tile's sums on their way out, through the memory of its steps: so that a thread has eight neighbours to store.
+template <int TOKENS>
+struct Leaving {
+  enum : int { GROUPS = TOKENS / 8 };
+  enum : int {
+    STRIDE = SLOTS + 4
+  };  // floats from a token to the next: what a warp puts at a time is in different banks
+
+  const Tile<TOKENS>& tile;
+  float* kept;  // (TOKENS, STRIDE)
+
+  // This thread's sums 4 group.. in the order of wgmma_16's d, which are of tokens 8 group...
+  DEVICE void put(int group, const Pack<float, 4>& sums) const {
+    float* to = kept + (group * 8 + lane_index() % 4 * 2) * STRIDE + warp_index() * 16 + lane_index() / 4;
+    to[0] = sums.at[0];
+    to[STRIDE] = sums.at[1];
+    to[8] = sums.at[2];
+    to[STRIDE + 8] = sums.at[3];
+  }
+
+  // Stores the tokens of groups [first, end).
+  template <typename Out>
+  DEVICE void finish(const Out& out, int tokens, int first, int end) const {
+    sync_block();
+    NO_UNROLL
+    for (int item = first * HALF + thread_index(); item < end * HALF; item += TILE_THREADS) {
+      const int row = item / (HALF / 8), column = item % (HALF / 8) * 8;
+      if (tile.token + row >= tokens) return;
+      const Pack<float, 8> left = load<8>(kept + row * STRIDE + column);
+      const Pack<float, 8> right = load<8>(kept + row * STRIDE + HALF + column);
+      out.template finish<HALF>(tile.token + row, tile.slot + column, left.at, right.at);
+    }
+  }
+
+  // Of a block that has a tile alone.
+  template <typename Out>
+  DEVICE void finish(const Out& out, int tokens, const float (&sums)[TOKENS / 2]) const {
+    sync_block();  // what was in the memory is read
+    UNROLL
+    for (int group = 0; group < GROUPS; ++group) {
+      put(group, {{sums[4 * group], sums[4 * group + 1], sums[4 * group + 2], sums[4 * group + 3]}});
+    }
+    finish(out, tokens, 0, GROUPS);
+  }
+
+  // Of one of the blocks that share a tile: some of its tokens, once all have left their sums. added(group): of this thread.
+  template <typename Out, typename Added>
+  DEVICE void finish_share(const Out& out, int tokens, const TilePart& own, uint32* counter, const Added& added) const {
+    const int first = GROUPS * own.part / own.parts, end = GROUPS * (own.part + 1) / own.parts;
+    meet_blocks(counter, own.parts);
+    NO_UNROLL
+    for (int group = first; group < end; ++group) put(group, added(group));
+    leave_blocks(counter, own.parts);
+    finish(out, tokens, first, end);
+  }
+};
+
+// Where a thread's sums are in the workspace, of number `index` of those that are left for a tile: by fours, four * 4 *
+// TILE_THREADS on, as they lie in its registers.
+template <int TOKENS>
+DEVICE float* left_of_thread(float* workspace, int index) {
+  return workspace + (int64(index) * TOKENS * SLOTS + thread_index() * 4);
+}
+
+template <int TOKENS>
+DEVICE void leave_sums(float* workspace, int index, const float (&sums)[TOKENS / 2]) {
+  float* to = left_of_thread<TOKENS>(workspace, index);
+  UNROLL
+  for (int i = 0; i < TOKENS / 2; i += 4) {
+    store(to + i * TILE_THREADS, Pack<float, 4>{{sums[i], sums[i + 1], sums[i + 2], sums[i + 3]}});
+  }
+}
+
+// Of `count` parts, at most MOST, from number `index` on: their sums 4 four.., added up in that order.
+template <int TOKENS, int MOST>
+DEVICE Pack<float, 4> add_parts(float* workspace, int index, int count, int four) {
+  Pack<float, 4> parts[MOST];
+  const float* from = left_of_thread<TOKENS>(workspace, index) + four * 4 * TILE_THREADS;
+  UNROLL
+  for (int i = 0; i < MOST; ++i) {
+    if (i < count) parts[i] = load<4>(from + int64(i) * TOKENS * SLOTS);
+  }
+  UNROLL
+  for (int i = 1; i < MOST; ++i) {
+    UNROLL
+    for (int j = 0; i < count && j < 4; ++j) parts[0].at[j] += parts[i].at[j];
+  }
+  return parts[0];
 }

@@ -9,6 +9,7 @@ import ssl
 import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from ipaddress import ip_address
 from pathlib import Path
 
 import uvicorn
@@ -68,6 +69,11 @@ def _tcp(host: str, port: int, shared: bool = False) -> socket.socket:
     return listener
 
 
+def own_machine(listener: socket.socket) -> bool:
+    """Whether only this machine reaches a TCP socket."""
+    return ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
+
+
 def _unix(path: Path) -> socket.socket:
     """A socket at `path`, in place of one that nobody listens at any more."""
     listener = socket.socket(socket.AF_UNIX)
@@ -106,7 +112,8 @@ def _url(listener: socket.socket, scheme: str) -> str:
 def check_tls(server: ServerConfig) -> None:
     """Raise StartError for keys and certificates that cannot be used."""
     if server.ssl_certfile is None:
-        if any((server.ssl_keyfile, server.ssl_ca_certs, server.ssl_ciphers, server.enable_ssl_refresh)):
+        others = (server.ssl_keyfile, server.ssl_ca_certs, server.ssl_ciphers, server.enable_ssl_refresh)
+        if any(others) or server.ssl_cert_reqs:
             raise StartError("there is no TLS without --ssl-certfile")
         return
     for option, path in (

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from rvllm.api.listen import check_tls, listening
+from rvllm.api.listen import check_tls, listening, own_machine
 from rvllm.api.serving import NO_TEMPLATE, Serving, in_thread, log_of, open_text, ready_words, run
 from rvllm.config import EngineConfig, ServerConfig
 from rvllm.link.client import AsyncEngineClient, Parent
@@ -35,6 +35,8 @@ def serve(
     log = log_of(server, note)
     with listening(server) as (listeners, address), EngineProcess() as child:
         log.note(f"listening at {address}, loading {config.model}")
+        if server.uds is None and not server.api_key and not own_machine(listeners[0]):
+            log.note("whoever reaches the port may ask: there is no key. hint: --api-key KEY, or --host 127.0.0.1")
         if server.api_server_count > 1:
             from rvllm.api.fronts import Leader
 

@@ -239,6 +239,8 @@ def serve(model_argument: str | None, quiet: bool, verbose: bool, **options: Any
     given = {name: options.pop(name) for name in DEFAULTS}
     if any(not key.strip() for key in given["api_key"]):
         raise click.UsageError("--api-key is empty")
+    if given["max_requests_per_key"] is not None and not given["api_key"]:
+        raise click.UsageError("--max-requests-per-key is for a server with keys: there is no --api-key")
     if model_argument is not None:
         options["model"] = model_argument
     with Talk(quiet=quiet, verbose=verbose) as talk:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from rvllm.engine.flight import Flight, allow_late, ask, ask_verified, new_sequence, write_masks
+from rvllm.engine.garbage import uncollected
 from rvllm.engine.grammar import Grammars, Vocabulary, mask_words, matcher_for
 from rvllm.engine.holdings import Holdings
 from rvllm.engine.model import Model
@@ -129,8 +130,9 @@ class Engine:
         self._stuck = False
         self._settle()
 
+    @uncollected
     def step(self) -> list[TokenEvent]:
-        """Go on by one step; the new tokens of the sequences that got one."""
+        """Go on by one step; the new tokens of the sequences that got one. A pause would be one of them all."""
         if self._flight is None:
             self._flight = self._take_off()
         landing = self._flight
@@ -209,7 +211,6 @@ class Engine:
         for sequence, row in zip(asked.sequences, asked.rows):
             row.slot = sequence.slot or 0
         members = [chunk.sequence for chunk in plan.chunks]
-        self.counts.start(step)
         return Flight(
             step,
             frozenset([*members, *plan.forks]),
@@ -218,7 +219,7 @@ class Engine:
             tuple(filled),
             self._follows and step.decode_tokens == len(step.ids) == len(asked.rows) and not plan.forks and asked.plain,
             asked.left,
-            self._model.start(step, asked.rows),
+            self._model.start(self.counts.start(step), asked.rows),
         )
 
     def _draft(self, plan: Plan) -> Verification | None:
@@ -251,8 +252,7 @@ class Engine:
             sequence.turn = self.counts.steps
         for sequence, row in zip(asked.sequences, asked.rows):
             row.slot = sequence.slot or 0
-        self.counts.start(step)
-        started = self._model.start(step, asked.rows, guessing=verification.guessing)
+        started = self._model.start(self.counts.start(step), asked.rows, guessing=verification.guessing)
         slots = slots_of(asked.sequences)
         return Flight(step, frozenset(sequences), slots, asked, (), False, 0, started, verification)
 
@@ -295,14 +295,13 @@ class Engine:
             row.position += 1
             if row.forbidden_ids:
                 allow_late(row)
-        self.counts.start(step)
         filling = [sequences[row] for row in np.flatnonzero(step.kv_lengths % size == 0).tolist()]
         return replace(
             flight,
             step=step,
             filled=tuple((sequence, sequence.computed) for sequence in filling),
             left=flight.left - 1,
-            started=self._model.start(step, flight.asked.rows, follows=True),
+            started=self._model.start(self.counts.start(step), flight.asked.rows, follows=True),
         )
 
     def _guess_on(self, flight: Flight, verifies: Verification) -> Flight | None:
@@ -324,8 +323,7 @@ class Engine:
         for row in flight.asked.rows:
             row.position += 1  # where there is no room for guesses; the model knows the others' by itself
             allow_late(row)
-        self.counts.start(step)
-        started = self._model.start(step, flight.asked.rows, follows=True)
+        started = self._model.start(self.counts.start(step), flight.asked.rows, follows=True)
         return replace(flight, step=step, started=started, verifies=verifies.next())
 
     # After a step

@@ -49,11 +49,12 @@ class Counts:
     computed_tokens: int = 0
     read_tokens: int = 0
 
-    def start(self, step: Step) -> None:
-        """Count a step that is about to be started."""
+    def start(self, step: Step) -> Step:
+        """Count a step that is about to be started, and give it back."""
         self.started += 1
         self.computed_tokens += len(step.ids)
         self.read_tokens += int(step.kv_lengths.sum())
+        return step
 
     def load(self, running: int, waiting: int, pool: BlockPool, drafted: Drafted) -> Load:
         """These counts beside what there is now."""

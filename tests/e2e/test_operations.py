@@ -494,6 +494,25 @@ def test_tls_that_cannot_be_is_told_before_anything_is_loaded(model: TinyModel, 
         assert not any("listening" in line or "Traceback" in line for line in refused.said)
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+@pytest.mark.parametrize("key", [(), ("--api-key", "K")])
+def test_a_server_that_is_open_to_all_says_so(
+    model: TinyModel, tmp_path: Path, host: str, key: tuple[str, ...]
+) -> None:
+    with serving(model.folder, "--host", host, *key, folder=tmp_path / "server") as open_server:
+        assert any("there is no key" in line for line in open_server.said) == (not key)
+        port = int(open_server.told(r"listening at http://\S*:(\d+),")[1])
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
+        connection.request("GET", "/health")
+        assert connection.getresponse().status == 200
+        connection.close()
+
+
+def test_a_limit_for_keys_needs_keys(model: TinyModel, tmp_path: Path) -> None:
+    with starting(model.folder, "--max-requests-per-key", "2", folder=tmp_path / "server") as refused:
+        assert refused.ended() == 2 and refused.told("^error: .*there is no --api-key")
+
+
 def test_it_listens_at_ipv6_addresses(model: TinyModel, tmp_path: Path) -> None:
     with serving(model.folder, "--host", "::1", folder=tmp_path / "server") as six:
         port = int(six.told(r"listening at http://\[::1\]:(\d+)")[1])

@@ -19,6 +19,7 @@ from rvllm.backend.cpu import CpuModel
 from rvllm.backend.cuda import lower as lowering
 from rvllm.backend.cuda.check import Checker
 from rvllm.backend.cuda.lower import Bucket, Target, lower, workspace
+from rvllm.backend.cuda.matrix_maps import MatrixMaps
 from rvllm.backend.cuda.model import CudaModel
 from rvllm.engine.request import Sequence
 from rvllm.engine.scheduler import Chunk
@@ -158,7 +159,7 @@ def test_products_that_are_launched_slice_by_slice_have_the_bits_of_few_tokens(
         places = addresses | {"x": addresses["x"] + 2 * skip * depth, "y": addresses["y"] + 2 * skip * rows}
         places["out"] = host.allocate(2 * count * rows)
         target = Target(places.__getitem__, Bucket(count, 0, 1, True), 1, (1,), 16, places["workspace"],
-                        places["counters"], host.multiprocessors, tier, batch_invariant=True)  # fmt: skip
+                        places["counters"], host.multiprocessors, tier, MatrixMaps(host), batch_invariant=True)  # fmt: skip
         launches = lower(op, target)
         for launch in launches:
             host.launch(launch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,7 +14,18 @@ import numpy.typing as npt
 from tests.kernels import shim
 
 Array = npt.NDArray[Any]
-Argument = Array | int | float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Boxes:
+    """The first `rows` rows of an array (rows or more, columns), which the copy engine brings by boxes of `box_rows`."""
+
+    array: Array
+    rows: int
+    box_rows: int
+
+
+Argument = Array | Boxes | int | float
 
 GUARD = 0xA5
 
@@ -37,6 +49,10 @@ class Memory(Protocol):
     def write(self, address: int, data: bytes) -> None: ...
 
     def read(self, address: int, nbytes: int) -> bytes: ...
+
+    def matrix_map(self, address: int, rows: int, columns: int, box_rows: int) -> npt.NDArray[np.uint8]:
+        """What kernels are told of a matrix that the copy engine reads (Device.matrix_map)."""
+        ...
 
     def launch(
         self,
@@ -71,18 +87,32 @@ class Device:
         tier: str | None = None,
     ) -> None:
         """Every array of `args` is copied to the device and back; one that is given twice is one buffer."""
-        arrays = list({id(argument): argument for argument in args if isinstance(argument, np.ndarray)}.values())
+        held = [argument.array if isinstance(argument, Boxes) else argument for argument in args]
+        arrays = list({id(argument): argument for argument in held if isinstance(argument, np.ndarray)}.values())
         results = []
         for run in self.memory.runs:
             buffers = {id(array): _Buffer(self.memory, array) for array in arrays}
-            values = [buffers[id(arg)].address if isinstance(arg, np.ndarray) else arg for arg in args]
+            values = [buffers[id(arg)].address if isinstance(arg, np.ndarray) else arg for arg in held]
+            maps = {
+                place: self._map(arg, int(values[place])) for place, arg in enumerate(args) if isinstance(arg, Boxes)
+            }
+            values = [maps.get(place, value) for place, value in enumerate(values)]
             self.memory.launch(run, stem, entry, grid, block, values, shared_bytes, tier)
+            for address in maps.values():
+                self.memory.free(address)
             results.append([buffers[id(array)].take_back() for array in arrays])
         for run, result in zip(self.memory.runs, results):
             for index, (first, again) in enumerate(zip(results[0], result)):
                 assert first == again, f"{entry}: array {index} differs between {self.memory.runs[0]!r} and {run!r}"
         for array, data in zip(arrays, results[0]):
             array[...] = np.frombuffer(data, dtype=array.dtype).reshape(array.shape)
+
+    def _map(self, boxes: Boxes, address: int) -> int:
+        """Where the map of a matrix at `address` was put."""
+        words = self.memory.matrix_map(address, boxes.rows, boxes.array.shape[1], boxes.box_rows)
+        place = self.memory.allocate(words.nbytes)
+        self.memory.write(place, words.tobytes())
+        return place
 
 
 class _Buffer:
@@ -130,6 +160,11 @@ class ShimMemory:
 
     def read(self, address: int, nbytes: int) -> bytes:
         return ctypes.string_at(address, nbytes)
+
+    def matrix_map(self, address: int, rows: int, columns: int, box_rows: int) -> npt.NDArray[np.uint8]:
+        """HostMap of shim_intrinsics.h."""
+        assert address % 16 == 0 and columns * 2 % 16 == 0 and box_rows <= 256  # as the driver asks
+        return np.frombuffer(struct.pack("Qqqi", address, rows, columns, box_rows).ljust(128, b"\0"), dtype=np.uint8)
 
     def launch(
         self,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from rvllm.backend.cuda.context import Context, Kernel
@@ -42,6 +43,9 @@ class CudaMemory:
         data = np.empty(nbytes, dtype=np.uint8)
         self._context.read(address, data)
         return data.tobytes()
+
+    def matrix_map(self, address: int, rows: int, columns: int, box_rows: int) -> npt.NDArray[np.uint8]:
+        return self._context.matrix_map(address, rows, columns, box_rows)
 
     def launch(
         self,

@@ -62,6 +62,9 @@ class HostDevice:
             assert inside or source + nbytes <= begin or source >= begin + size, "a copy crosses locked pages"
         ctypes.memmove(address, source, nbytes)
 
+    def matrix_map(self, address: int, rows: int, columns: int, box_rows: int) -> npt.NDArray[np.uint8]:
+        return self._memory.matrix_map(address, rows, columns, box_rows)
+
     def lock_pages(self, pages: tuple[int, int]) -> tuple[int, int] | None:
         assert pages[0] % 4096 == 0 and pages[1] % 4096 == 0, pages
         for begin, size in self._locked:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.kernels import test_linear
-from tests.kernels.device import Device
+from tests.kernels.device import Boxes, Device
 from tests.kernels.elements import Element
 from tests.kernels.layers import (
     ACTIVATIONS,
@@ -54,7 +54,8 @@ def run(
     left = 8 * splits if most == 64 else parts  # a tile's sums in the workspace
     workspace = np.full((tiles - whole) * left * most * 128, np.nan, dtype=np.float32)
     counters = np.zeros(tiles, dtype=np.uint32)
-    operands = [with_poison(layer.x), with_poison(layer.weight), 0 if layer.bias is None else layer.bias]
+    x = Boxes(with_poison(layer.x), layer.tokens, most)
+    operands = [x, Boxes(with_poison(layer.weight), layer.rows, 64), 0 if layer.bias is None else layer.bias]
     between = [residual] if kind == "_add" else []
     behind = [ACTIVATIONS.index(activation)] if kind == "_act_mul" else []
     behind += [splits] if most == 64 else []

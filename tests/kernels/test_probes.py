@@ -230,8 +230,12 @@ def test_a_missing_barrier_after_a_read_is_seen(host: Device) -> None:
 
 def test_a_missing_wait_for_copies_reads_poison(host: Device) -> None:
     values, out = RNG.integers(1, 1 << 31, (2, 128), dtype=np.uint32), np.zeros((2, 128), dtype=np.uint32)
-    run(host, "probe_copies", 1, 32, values, out, 2, 16, 0, shared_bytes=1024, stem="probe_async")
+    late = copy.copy(host.memory)
+    late.runs = ("round robin",)
+    run(Device(late), "probe_copies", 1, 32, values, out, 2, 16, 0, shared_bytes=1024, stem="probe_async")
     assert np.all(out == 0xFFFFFFFF)
+    with pytest.raises(AssertionError, match="differs between"):  # where they happen at once, nothing is missed
+        run(host, "probe_copies", 1, 32, values, out, 2, 16, 0, shared_bytes=1024, stem="probe_async")
 
 
 @pytest.mark.parametrize("schedule", shim.SCHEDULES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -338,3 +339,28 @@ def test_no_two_sequences_have_one_slot_and_one_that_leaves_gives_its_own_back()
     run(running)
     assert all(len(set(slots)) == len(slots) for slots in model.slots)
     assert {slot for slots in model.slots for slot in slots} == set(range(4))
+
+
+def test_no_garbage_is_collected_within_a_step_and_collecting_stays_as_it_was() -> None:
+    """Over 10,000 steps that make garbage, with thresholds at which it would be collected many times a step."""
+    runner, inside, found = engine(TableModel({}), blocks=8), [False], [0, 0]
+
+    def note(phase: str, _: object) -> None:
+        found[inside[0]] += phase == "start"
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(note)
+    gc.set_threshold(5, 5, 5)
+    try:
+        for turn in range(10_000):
+            if not runner.busy:
+                runner.add(request(str(turn), [1], max_tokens=60))
+            inside[0] = True
+            runner.step()
+            inside[0] = False
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(note)
+    assert found[True] == 0 and found[False] > 0 and gc.isenabled()
+    while runner.busy:
+        runner.step()

@@ -11,7 +11,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -151,6 +151,30 @@ class Context:
     def copy_in(self, address: int, source: int, nbytes: int) -> None:
         """Copy from host memory in stream order, beside the CPU's work where it is page-locked or registered."""
         check("cuMemcpyHtoDAsync", self._cuda.cuMemcpyHtoDAsync(address, source, nbytes, self._stream), EngineError)
+
+    def matrix_map(self, address: int, rows: int, columns: int, box_rows: int) -> Bytes:
+        """What `copy_box` (intrinsics.cuh) is told of a matrix (rows, columns) of 16-bit elements: (128,) uint8.
+
+        A box is 64 columns of `box_rows` rows, at most 256. `address` and a row's bytes are multiples of 16; the map is
+        for device memory, on 64 bytes. Raises DeviceError where the driver refuses.
+        """
+        cuda = self._cuda
+        one = cuda.cuuint32_t(1)
+        map_of = cuda.cuTensorMapEncodeTiled(
+            cuda.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16,
+            2,
+            address,
+            [cuda.cuuint64_t(columns), cuda.cuuint64_t(rows)],
+            [cuda.cuuint64_t(2 * columns)],
+            [cuda.cuuint32_t(64), cuda.cuuint32_t(box_rows)],
+            [one, one],
+            cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+        words = check(f"cuTensorMapEncodeTiled({rows} x {columns}, boxes of {box_rows} x 64)", map_of).opaque
+        return np.array([int(word) for word in words], dtype=np.uint64).view(np.uint8)
 
     def lock_pages(self, pages: tuple[int, int]) -> tuple[int, int] | None:
         """Page-lock (address, bytes), whole pages of a MAP_SHARED file mapping, so that the device copies from there.
@@ -292,18 +316,29 @@ class Context:
     def replay(self, graph: Graph) -> None:
         check("cuGraphLaunch", self._cuda.cuGraphLaunch(graph.handle, self._stream), EngineError)
 
+    def moment(self) -> Any:
+        """A point in the device's time, behind everything launched so far, for `elapsed`."""
+        event = check("cuEventCreate", self._cuda.cuEventCreate(0))
+        check("cuEventRecord", self._cuda.cuEventRecord(event, self._stream))
+        return event
+
+    def elapsed(self, first: Any, last: Any) -> float:
+        """Seconds of device time between two moments, once the last has come."""
+        check("cuEventSynchronize", self._cuda.cuEventSynchronize(last))
+        return float(check("cuEventElapsedTime", self._cuda.cuEventElapsedTime(first, last))) / 1000
+
+    def forget_moments(self, moments: Iterable[Any]) -> None:
+        for event in moments:
+            check("cuEventDestroy", self._cuda.cuEventDestroy(event))
+
     def seconds(self, work: Callable[[], None]) -> float:
         """Device time that `work`'s launches take, by events around them."""
-        cuda = self._cuda
-        first, last = (check("cuEventCreate", cuda.cuEventCreate(0)) for _ in range(2))
-        check("cuEventRecord", cuda.cuEventRecord(first, self._stream))
+        first = self.moment()
         work()
-        check("cuEventRecord", cuda.cuEventRecord(last, self._stream))
-        check("cuEventSynchronize", cuda.cuEventSynchronize(last))
-        milliseconds = check("cuEventElapsedTime", cuda.cuEventElapsedTime(first, last))
-        for event in (first, last):
-            check("cuEventDestroy", cuda.cuEventDestroy(event))
-        return float(milliseconds) / 1000
+        last = self.moment()
+        taken = self.elapsed(first, last)
+        self.forget_moments((first, last))
+        return taken
 
 
 class _Arguments:

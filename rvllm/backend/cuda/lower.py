@@ -78,6 +78,8 @@ class Target:
     counters: int
     multiprocessors: int
     tier: str
+    matrix_map: Callable[[int, int, int, int], int]
+    """A matrix's address, rows, columns, and the rows of a box: the address of its map (t90a)."""
     batch_invariant: bool = False
     """Whether a token has the bits that it has alone in every step: products keep `linear`'s order of sums, and tokens
     of prompts attend as decoding does."""
@@ -194,7 +196,11 @@ def _product(op: Linear, after: object, target: Target, begin: int, tokens: int,
     def address(tensor: Tensor) -> int:
         return target.address(tensor.name) + begin * tensor.dtype.nbytes(_width(tensor))
 
-    inputs = [address(op.x), target.address(joined_name(op.weights)), bias]
+    x, weight = address(op.x), target.address(joined_name(op.weights))
+    if wide:
+        x = target.matrix_map(x, tokens, depth, _tile_tokens(tokens, target))
+        weight = target.matrix_map(weight, rows, depth, WIDE_SLOTS // 2)
+    inputs = [x, weight, bias]
     if isinstance(after, ActMul):
         name, out, tiles = "act_mul", after.out, 16 * _covering(rows // 2, 8)
         values: tuple[int | float, ...] = (tokens, rows // 2, depth, ACTIVATIONS[after.activation])
@@ -260,7 +266,7 @@ def _wide(
 
     Tiles of 64 tokens have the bits of linear, two of their blocks fit on a multiprocessor.
     """
-    most = 64 if target.batch_invariant else next((size for size in (64, 128) if tokens <= size), 256)
+    most = _tile_tokens(tokens, target)
     at_once = target.multiprocessors * (2 if most == 64 else 1)
     tiles = _covering(tokens, most) * _covering(slots, WIDE_SLOTS)
     splits = _depth_parts(rows, depth) if most == 64 else 1
@@ -270,11 +276,16 @@ def _wide(
         parts = next(count for count in (8, 4, 2, 1) if count <= max(room, min(splits, 2)))
         arguments = (*arguments, splits)
     else:
-        parts = max(1, min(room, 8, _covering(depth, 256)))
+        parts = max(1, min(room, most // 16, _covering(depth, 128 if most == 256 else 256)))
     grid = (whole + (tiles - whole) * parts,)
     where = (whole, parts, target.workspace, target.counters)
     entry = f"{stem}_t90a_{element}_n{most}"
     return Launch(f"{stem}_t90a", entry, grid, 256, WIDE_SHARED_BYTES[most], (*arguments, *where))
+
+
+def _tile_tokens(tokens: int, target: Target) -> int:
+    """Tokens of a tile of gemm_t90a.cu."""
+    return 64 if target.batch_invariant else next((size for size in (64, 128) if tokens <= size), 256)
 
 
 def _wide_slots(rows: int, after: object) -> int:

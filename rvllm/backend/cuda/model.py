@@ -18,6 +18,7 @@ from rvllm.backend.cuda.copy_blocks import BlockCopier
 from rvllm.backend.cuda.guess import Guesser
 from rvllm.backend.cuda.kernels import Device
 from rvllm.backend.cuda.lower import Bucket, Launch, Target, lower, workspace
+from rvllm.backend.cuda.matrix_maps import MatrixMaps
 from rvllm.backend.cuda.sampling import DeviceSampler, row_bytes
 from rvllm.backend.cuda.slots import slot_bytes
 from rvllm.backend.cuda.step_block import (
@@ -105,6 +106,7 @@ class CudaModel:
         self._eager = eager
         self.batch_invariant = batch_invariant
         self._addresses: dict[str, int] = {}
+        self._matrix_maps = MatrixMaps(device)
         self._pieces: dict[Bucket, Piece] = {}
         # From here on ops are for the rows of logits that are wanted.
         self._head = next(place for place, op in enumerate(program.ops) if op.out.shape[0] == "rows")
@@ -343,6 +345,7 @@ class CudaModel:
             counters=self._counters,
             multiprocessors=self._device.multiprocessors,
             tier=self._device.tier,
+            matrix_map=self._matrix_maps,
             batch_invariant=self.batch_invariant,
         )
 

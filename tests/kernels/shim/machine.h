@@ -10,6 +10,7 @@
 #include <cstring>
 #include <functional>
 #include <list>
+#include <map>
 #include <vector>
 
 #include "fiber.h"
@@ -53,8 +54,24 @@ struct Thread {
   Fiber fiber;
   bool finished = false;
   const char* waits_for = nullptr;                           // null: it spins
+  const uint32_t* word = nullptr;                            // it waits until other blocks have brought this
+  uint32_t least = 0;                                        // to so much
   std::vector<std::vector<Copy>> copies;                     // committed groups, and last the open one
   std::vector<std::vector<std::function<void()>>> products;  // of the thread's warpgroup, in the same way
+};
+
+// A word on which threads wait for others and for bytes (mbarrier).
+struct Arrivals {
+  int count = 0, missing = 0;
+  int64_t bytes = 0;  // that are expected and have not come
+  uint32_t phase = 0;
+};
+
+// What the copy engine was asked for and has not yet done.
+struct Box {
+  void* word;
+  int64_t bytes;
+  std::function<void()> copy;
 };
 
 struct Barrier {
@@ -78,9 +95,15 @@ struct Warp {
   std::list<Meeting> meetings;  // a list, since lanes hold references across switches
 };
 
-struct Machine {
-  Launch* launch = nullptr;
-  std::function<void()> kernel;
+// An array of fixed size in shared memory: one for all blocks, so that it is put away for a block that waits for others.
+struct Fixed {
+  void* array;
+  size_t bytes;
+  std::vector<unsigned char> kept;
+};
+
+// A block under way.
+struct Block {
   int block[3] = {};
   Thread threads[MOST_THREADS];
   Warp warps[MOST_THREADS / LANES];
@@ -88,15 +111,25 @@ struct Machine {
   uint32_t runnable[MOST_THREADS / LANES] = {};
   int current = 0;
   int unfinished = 0;
+  unsigned char* shared = nullptr;
+  std::vector<Fixed> poisoned;  // those that this block has met
+  bool late_is_there = false;
+  Barrier all_late;
+  std::map<void*, Arrivals> arrivals;
+  std::vector<Box> boxes;
+};
+
+struct Machine {
+  Launch* launch = nullptr;
+  std::function<void()> kernel;
+  Block* now = nullptr;
+  std::vector<Block*> waiting;  // for what others will do
+  std::vector<Block*> spare;    // with stacks that can be used again
   bool gives_way = false;
   bool failed = false;
   Home home;
   uint64_t random_state = 0;
-  unsigned char* shared = nullptr;
-  std::vector<void*> poisoned;                   // the fixed shared arrays that this block has met
   std::vector<std::vector<unsigned char>> late;  // what is in the late memory in the end
-  bool late_is_there = false;
-  Barrier all_late;
 };
 
 inline Machine machine;
@@ -109,7 +142,7 @@ inline uint32_t random_below(uint32_t bound) {
   return uint32_t((z ^ (z >> 31)) % bound);
 }
 
-inline Thread& current_thread() { return machine.threads[machine.current]; }
+inline Thread& current_thread() { return machine.now->threads[machine.now->current]; }
 
 inline void back_to_scheduler(bool for_good = false) { leave(machine.home, current_thread().fiber, for_good); }
 
@@ -117,8 +150,8 @@ inline void back_to_scheduler(bool for_good = false) { leave(machine.home, curre
 inline void fail(const char* format, ...) {
   char* message = machine.launch->message;
   const size_t room = sizeof(machine.launch->message);
-  int used = snprintf(message, room, "block (%d, %d, %d), thread %d: ", machine.block[0], machine.block[1],
-                      machine.block[2], machine.current);
+  int used = snprintf(message, room, "block (%d, %d, %d), thread %d: ", machine.now->block[0], machine.now->block[1],
+                      machine.now->block[2], machine.now->current);
   va_list arguments;
   va_start(arguments, format);
   vsnprintf(message + used, room - used, format, arguments);
@@ -127,7 +160,7 @@ inline void fail(const char* format, ...) {
   back_to_scheduler(true);
 }
 
-inline void set_runnable(int thread) { machine.runnable[thread / LANES] |= 1u << thread % LANES; }
+inline void set_runnable(int thread) { machine.now->runnable[thread / LANES] |= 1u << thread % LANES; }
 
 // Let others run first: another warp too, since this thread may wait for what that one does.
 inline void yield() {
@@ -137,13 +170,13 @@ inline void yield() {
 
 // For what the hardware does with all lanes of a warp or not at all.
 inline void need_whole_warp(const char* operation) {
-  if (machine.warps[machine.current / LANES].finished != 0) fail("%s, but the warp lacks lanes", operation);
+  if (machine.now->warps[machine.now->current / LANES].finished != 0) fail("%s, but the warp lacks lanes", operation);
 }
 
 // ---- Barriers
 
 inline void open_if_full(Barrier& barrier) {
-  const int needed = barrier.expected ? barrier.expected : machine.unfinished;
+  const int needed = barrier.expected ? barrier.expected : machine.now->unfinished;
   if (barrier.arrived == 0 || barrier.arrived < needed) return;
   for (int thread : barrier.waiting) set_runnable(thread);
   barrier.waiting.clear();
@@ -153,16 +186,16 @@ inline void open_if_full(Barrier& barrier) {
 inline void arrive(int id, int expected, bool waits) {
   if (id < 0 || id >= BARRIERS) fail("barrier %d does not exist", id);
   if (expected % LANES != 0) fail("barrier %d counts %d threads, which are not whole warps", id, expected);
-  Barrier& barrier = machine.barriers[id];
+  Barrier& barrier = machine.now->barriers[id];
   if (barrier.arrived > 0 && barrier.expected != expected) {
     fail("barrier %d counts %d threads here and %d elsewhere", id, expected, barrier.expected);
   }
   barrier.expected = expected;
   ++barrier.arrived;
   if (waits) {
-    const int self = machine.current;
+    const int self = machine.now->current;
     barrier.waiting.push_back(self);
-    machine.runnable[self / LANES] &= ~(1u << self % LANES);
+    machine.now->runnable[self / LANES] &= ~(1u << self % LANES);
   }
   open_if_full(barrier);
   if (waits) {
@@ -190,8 +223,8 @@ inline void meet_if_complete(Warp& warp, int warp_index, Meeting& meeting) {
 // Show `bytes` to the other lanes, wait for theirs; gives the slots of all lanes, whole until this thread next waits.
 inline const unsigned char (*meet(const char* operation, uint32_t lanes, const void* shown, int bytes)) [SLOT_BYTES] {
   static_assert(SLOT_BYTES >= 24, "a and b of the largest matrix product");
-  const int warp_index = machine.current / LANES, lane = machine.current % LANES;
-  Warp& warp = machine.warps[warp_index];
+  const int warp_index = machine.now->current / LANES, lane = machine.now->current % LANES;
+  Warp& warp = machine.now->warps[warp_index];
   if (!(lanes >> lane & 1)) fail("%s over lanes %08x, of which lane %d is none", operation, lanes, lane);
   Meeting* meeting = nullptr;
   for (Meeting& known : warp.meetings) {
@@ -209,7 +242,7 @@ inline const unsigned char (*meet(const char* operation, uint32_t lanes, const v
   meeting->operation = operation;
   meeting->arrived |= 1u << lane;
   memcpy(meeting->slots[turn][lane], shown, bytes);
-  machine.runnable[warp_index] &= ~(1u << lane);
+  machine.now->runnable[warp_index] &= ~(1u << lane);
   meet_if_complete(warp, warp_index, *meeting);
   current_thread().waits_for = operation;
   back_to_scheduler();
@@ -217,28 +250,107 @@ inline const unsigned char (*meet(const char* operation, uint32_t lanes, const v
   return meeting->slots[turn];
 }
 
+// ---- Other blocks
+
+inline void wait_until(const uint32_t* word, uint32_t least) {
+  Thread& self = current_thread();
+  while (*word < least) {
+    self.word = word;
+    self.least = least;
+    self.waits_for = "other blocks";
+    machine.now->runnable[machine.now->current / LANES] &= ~(1u << machine.now->current % LANES);
+    back_to_scheduler();
+  }
+  self.waits_for = nullptr;
+}
+
+// Threads of a block go on whose words have come; whether there are any.
+inline bool wake(Block& block) {
+  bool any = false;
+  for (int thread = 0; thread < machine.launch->block; ++thread) {
+    Thread& waiting = block.threads[thread];
+    if (waiting.word == nullptr || *waiting.word < waiting.least) continue;
+    waiting.word = nullptr;
+    block.runnable[thread / LANES] |= 1u << thread % LANES;
+    any = true;
+  }
+  return any;
+}
+
+inline bool waits_for_blocks(const Block& block) {
+  for (const Thread& thread : block.threads) {
+    if (thread.word != nullptr) return true;
+  }
+  return false;
+}
+
+// ---- Arrivals, and the copy engine: a box comes as late as it may, in any order, when nothing else can happen
+
+inline Arrivals& arrivals_at(void* word) {
+  const auto found = machine.now->arrivals.find(word);
+  if (found == machine.now->arrivals.end()) fail("an arrival at %p, where none was begun", word);
+  return found->second;
+}
+
+inline void end_phase_if_all_came(Arrivals& arrivals) {
+  if (arrivals.missing > 0 || arrivals.bytes != 0) return;
+  ++arrivals.phase;
+  arrivals.missing = arrivals.count;
+}
+
+inline void arrive_once(void* word, int64_t expected_bytes) {
+  Arrivals& arrivals = arrivals_at(word);
+  if (arrivals.missing == 0) fail("more arrivals than the word at %p counts", word);
+  arrivals.bytes += expected_bytes;
+  --arrivals.missing;
+  end_phase_if_all_came(arrivals);
+}
+
+inline void bring_box(size_t index) {
+  const Box box = machine.now->boxes[index];
+  machine.now->boxes.erase(machine.now->boxes.begin() + int64_t(index));
+  box.copy();
+  Arrivals& arrivals = machine.now->arrivals[box.word];
+  arrivals.bytes -= box.bytes;
+  end_phase_if_all_came(arrivals);
+}
+
+inline void bring_all_boxes() {
+  while (!machine.now->boxes.empty()) bring_box(0);
+}
+
+inline void wait_arrivals(void* word, uint32_t parity) {
+  while ((arrivals_at(word).phase & 1) == parity) {
+    current_thread().waits_for = "arrivals";
+    if (!machine.now->boxes.empty() && random_below(4) == 0)
+      bring_box(random_below(uint32_t(machine.now->boxes.size())));
+    yield();
+  }
+  current_thread().waits_for = nullptr;
+}
+
 // ---- What the grid before writes
 
 inline void hide_late() {
-  machine.late_is_there = false;
+  machine.now->late_is_there = false;
   const Launch& launch = *machine.launch;
   for (int i = 0; i < launch.late_count; ++i) memset(launch.late[i].at, POISON, launch.late[i].bytes);
 }
 
 inline void show_late() {
-  if (machine.late_is_there) return;
-  machine.late_is_there = true;
+  if (machine.now->late_is_there) return;
+  machine.now->late_is_there = true;
   const Launch& launch = *machine.launch;
   for (int i = 0; i < launch.late_count; ++i) memcpy(launch.late[i].at, machine.late[i].data(), launch.late[i].bytes);
 }
 
 // All threads of the block wait for the grid before; those that have ended count as waiting.
 inline void wait_for_late() {
-  const int self = machine.current;
-  ++machine.all_late.arrived;
-  machine.all_late.waiting.push_back(self);
-  machine.runnable[self / LANES] &= ~(1u << self % LANES);
-  open_if_full(machine.all_late);
+  const int self = machine.now->current;
+  ++machine.now->all_late.arrived;
+  machine.now->all_late.waiting.push_back(self);
+  machine.now->runnable[self / LANES] &= ~(1u << self % LANES);
+  open_if_full(machine.now->all_late);
   current_thread().waits_for = "the grid before";
   back_to_scheduler();
   current_thread().waits_for = nullptr;
@@ -248,16 +360,16 @@ inline void wait_for_late() {
 // ---- The life of a thread
 
 inline void finish_thread() {
-  Warp& warp = machine.warps[machine.current / LANES];
+  Warp& warp = machine.now->warps[machine.now->current / LANES];
   current_thread().finished = true;
-  warp.finished |= 1u << machine.current % LANES;
-  machine.runnable[machine.current / LANES] &= ~(1u << machine.current % LANES);
-  --machine.unfinished;
-  for (Meeting& meeting : warp.meetings) meet_if_complete(warp, machine.current / LANES, meeting);
-  for (Barrier& barrier : machine.barriers) {
+  warp.finished |= 1u << machine.now->current % LANES;
+  machine.now->runnable[machine.now->current / LANES] &= ~(1u << machine.now->current % LANES);
+  --machine.now->unfinished;
+  for (Meeting& meeting : warp.meetings) meet_if_complete(warp, machine.now->current / LANES, meeting);
+  for (Barrier& barrier : machine.now->barriers) {
     if (barrier.expected == 0) open_if_full(barrier);
   }
-  open_if_full(machine.all_late);
+  open_if_full(machine.now->all_late);
 }
 
 inline void thread_main() {
@@ -272,7 +384,7 @@ inline void thread_main() {
 inline int next_runnable(int from, int begin, int end) {
   for (int step = 0, thread = from; step < end - begin;) {
     if (thread >= end) thread = begin;
-    const uint32_t word = machine.runnable[thread / LANES] >> thread % LANES;
+    const uint32_t word = machine.now->runnable[thread / LANES] >> thread % LANES;
     if (word & 1) return thread;
     const int skipped = word ? __builtin_ctz(word) : LANES - thread % LANES;
     step += skipped;
@@ -286,7 +398,7 @@ inline int pick(int last, int threads) {
     case REVERSE:
       for (int step = 1; step <= threads; ++step) {
         const int thread = (last - step + 2 * threads) % threads;
-        if (machine.runnable[thread / LANES] >> thread % LANES & 1) return thread;
+        if (machine.now->runnable[thread / LANES] >> thread % LANES & 1) return thread;
       }
       return -1;
     case RANDOM:
@@ -303,72 +415,129 @@ inline int pick(int last, int threads) {
 }
 
 inline void report_deadlock(int threads) {
-  int used = snprintf(machine.launch->message, sizeof(machine.launch->message),
-                      "deadlock in block (%d, %d, %d):", machine.block[0], machine.block[1], machine.block[2]);
+  int used =
+      snprintf(machine.launch->message, sizeof(machine.launch->message),
+               "deadlock in block (%d, %d, %d):", machine.now->block[0], machine.now->block[1], machine.now->block[2]);
   for (int thread = 0; thread < threads; ++thread) {
     const size_t room = sizeof(machine.launch->message) - used;
-    if (machine.threads[thread].finished || room < 80) continue;
+    if (machine.now->threads[thread].finished || room < 80) continue;
     used += snprintf(machine.launch->message + used, room, " thread %d waits for %s;", thread,
-                     machine.threads[thread].waits_for ? machine.threads[thread].waits_for : "memory");
+                     machine.now->threads[thread].waits_for ? machine.now->threads[thread].waits_for : "memory");
   }
   machine.failed = true;
 }
 
 inline void start_threads(int threads) {
-  machine.unfinished = threads;
-  machine.all_late = Barrier();
-  for (Barrier& barrier : machine.barriers) barrier = Barrier();
-  for (Warp& warp : machine.warps) warp = Warp();
-  memset(machine.runnable, 0, sizeof(machine.runnable));
-  if (threads % LANES != 0) machine.warps[threads / LANES].finished = ~0u << threads % LANES;
+  machine.now->unfinished = threads;
+  machine.now->all_late = Barrier();
+  machine.now->arrivals.clear();
+  machine.now->boxes.clear();
+  for (Barrier& barrier : machine.now->barriers) barrier = Barrier();
+  for (Warp& warp : machine.now->warps) warp = Warp();
+  memset(machine.now->runnable, 0, sizeof(machine.now->runnable));
+  if (threads % LANES != 0) machine.now->warps[threads / LANES].finished = ~0u << threads % LANES;
   for (int thread = 0; thread < threads; ++thread) {
-    machine.threads[thread].finished = false;
-    machine.threads[thread].waits_for = nullptr;
-    machine.threads[thread].copies.assign(1, {});
-    machine.threads[thread].products.assign(1, {});
-    machine.threads[thread].fiber.prepare(thread_main);
+    machine.now->threads[thread].finished = false;
+    machine.now->threads[thread].waits_for = nullptr;
+    machine.now->threads[thread].word = nullptr;
+    machine.now->threads[thread].copies.assign(1, {});
+    machine.now->threads[thread].products.assign(1, {});
+    machine.now->threads[thread].fiber.prepare(thread_main);
     set_runnable(thread);
   }
 }
 
+// Until the block has ended, or waits for others.
 inline void run_threads(int threads) {
   int last = machine.launch->schedule == REVERSE ? 0 : threads - 1;
-  for (int turn = 0; machine.unfinished > 0 && !machine.failed; ++turn) {
+  for (int turn = 0; machine.now->unfinished > 0 && !machine.failed; ++turn) {
     const int thread = pick(last, threads);
+    if (thread < 0 && wake(*machine.now)) continue;
+    if (thread < 0 && waits_for_blocks(*machine.now)) return;
     if (thread < 0 || turn == MOST_TURNS) return report_deadlock(threads);
-    machine.current = last = thread;
-    enter(machine.home, machine.threads[thread].fiber);
+    machine.now->current = last = thread;
+    enter(machine.home, machine.now->threads[thread].fiber);
   }
 }
 
-inline void run_block() {
-  const int threads = machine.launch->block, shared_bytes = machine.launch->shared_bytes;
 #ifdef __SANITIZE_ADDRESS__
-  const int canary_bytes = 0;  // the sanitizer sees every byte beyond the end
+constexpr int SHARED_CANARY_BYTES = 0;  // the sanitizer sees every byte beyond the end
 #else
-  const int canary_bytes = CANARY_BYTES;
+constexpr int SHARED_CANARY_BYTES = CANARY_BYTES;
 #endif
+
+inline void begin_block(int64_t index) {
+  if (machine.spare.empty()) machine.spare.push_back(new Block());
+  machine.now = machine.spare.back();
+  machine.spare.pop_back();
+  const int *grid = machine.launch->grid, bytes = machine.launch->shared_bytes + SHARED_CANARY_BYTES;
+  machine.now->block[0] = int(index % grid[0]);
+  machine.now->block[1] = int(index / grid[0] % grid[1]);
+  machine.now->block[2] = int(index / grid[0] / grid[1]);
   void* shared = nullptr;
-  if (posix_memalign(&shared, 128, shared_bytes + canary_bytes) != 0) abort();
-  memset(shared, POISON, shared_bytes + canary_bytes);
-  machine.shared = static_cast<unsigned char*>(shared);
-  machine.poisoned.clear();
-  start_threads(threads);
+  if (posix_memalign(&shared, 128, bytes) != 0) abort();
+  memset(shared, POISON, bytes);
+  machine.now->shared = static_cast<unsigned char*>(shared);
+  machine.now->poisoned.clear();
+  start_threads(machine.launch->block);
   hide_late();
-  run_threads(threads);
-  if (machine.launch->late_count > 0 && !machine.late_is_there && !machine.failed) {
-    snprintf(machine.launch->message, sizeof(machine.launch->message),
-             "block (%d, %d, %d) ended before the grid before it", machine.block[0], machine.block[1],
-             machine.block[2]);
-    machine.failed = true;
+}
+
+inline void block_failed(const char* format, long long value, long long other) {
+  char* message = machine.launch->message;
+  const size_t room = sizeof(machine.launch->message);
+  const int* block = machine.now->block;
+  const int used = snprintf(message, room, "block (%d, %d, %d) ", block[0], block[1], block[2]);
+  snprintf(message + used, room - used, format, value, other);
+  machine.failed = true;
+}
+
+inline void end_block() {
+  const int shared_bytes = machine.launch->shared_bytes;
+  if (!machine.now->boxes.empty() && !machine.failed) {
+    block_failed("ended before %lld boxes had come", (long long)machine.now->boxes.size(), 0);
   }
-  for (int i = 0; i < canary_bytes && !machine.failed; ++i) {
-    if (machine.shared[shared_bytes + i] == POISON) continue;
-    snprintf(machine.launch->message, sizeof(machine.launch->message),
-             "byte %d of %d bytes of shared memory was written", shared_bytes + i, shared_bytes);
-    machine.failed = true;
+  if (machine.launch->late_count > 0 && !machine.now->late_is_there && !machine.failed) {
+    block_failed("ended before the grid before it", 0, 0);
   }
-  free(shared);
+  for (int i = 0; i < SHARED_CANARY_BYTES && !machine.failed; ++i) {
+    if (machine.now->shared[shared_bytes + i] == POISON) continue;
+    block_failed("at its end: byte %lld of %lld bytes of shared memory was written", shared_bytes + i, shared_bytes);
+  }
+  free(machine.now->shared);
+  machine.spare.push_back(machine.now);
+}
+
+// The block that is there goes on as far as it can.
+inline void run_block() {
+  run_threads(machine.launch->block);
+  if (machine.now->unfinished == 0 || machine.failed) return end_block();
+  for (Fixed& fixed : machine.now->poisoned) {
+    const auto* bytes = static_cast<unsigned char*>(fixed.array);
+    fixed.kept.assign(bytes, bytes + fixed.bytes);
+  }
+  machine.waiting.push_back(machine.now);
+}
+
+// Blocks that waited go on where what they waited for has come.
+inline void run_waiting() {
+  for (size_t i = 0; i < machine.waiting.size() && !machine.failed;) {
+    if (!wake(*machine.waiting[i])) {
+      ++i;
+      continue;
+    }
+    machine.now = machine.waiting[i];
+    machine.waiting.erase(machine.waiting.begin() + int64_t(i));
+    for (const Fixed& fixed : machine.now->poisoned) memcpy(fixed.array, fixed.kept.data(), fixed.bytes);
+    if (machine.now->late_is_there) {
+      machine.now->late_is_there = false;
+      show_late();
+    } else {
+      hide_late();
+    }
+    run_block();
+    i = 0;
+  }
 }
 
 // Blocks in an order that the schedule gives: upwards, downwards, or any.
@@ -381,11 +550,19 @@ inline void run_grid() {
   }
   if (machine.launch->schedule == REVERSE) std::reverse(order.begin(), order.end());
   for (size_t i = 0; i < order.size() && !machine.failed; ++i) {
-    machine.block[0] = int(order[i] % grid[0]);
-    machine.block[1] = int(order[i] / grid[0] % grid[1]);
-    machine.block[2] = int(order[i] / grid[0] / grid[1]);
+    begin_block(order[i]);
     run_block();
+    run_waiting();
   }
+  if (!machine.waiting.empty() && !machine.failed) {
+    machine.now = machine.waiting.front();
+    report_deadlock(machine.launch->block);
+  }
+  for (Block* block : machine.waiting) {
+    free(block->shared);
+    machine.spare.push_back(block);
+  }
+  machine.waiting.clear();
 }
 
 // 0, or 1 with launch.message set.

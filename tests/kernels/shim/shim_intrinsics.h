@@ -14,7 +14,7 @@
 #define SHARED_ARRAY(type, name, count) \
   alignas(16) static type name[count];  \
   shim::poison_once(name, sizeof(type) * (count))
-#define DYNAMIC_SHARED(name) unsigned char* name = shim::machine.shared
+#define DYNAMIC_SHARED(name) unsigned char* name = shim::machine.now->shared
 DEVICE unsigned char* aligned_shared(unsigned char* memory, uint32 bytes) {
   return memory + (-reinterpret_cast<uintptr_t>(memory) & (bytes - 1));
 }
@@ -22,10 +22,10 @@ DEVICE unsigned char* aligned_shared(unsigned char* memory, uint32 bytes) {
 namespace shim {
 
 inline void poison_once(void* array, size_t bytes) {
-  for (void* met : machine.poisoned) {
-    if (met == array) return;
+  for (const Fixed& met : machine.now->poisoned) {
+    if (met.array == array) return;
   }
-  machine.poisoned.push_back(array);
+  machine.now->poisoned.push_back({array, bytes, {}});
   memset(array, POISON, bytes);
 }
 
@@ -60,21 +60,22 @@ inline void finish_copies(size_t left) {
 
 // Copies that are started before it read what is there before it.
 inline void wait_for_previous_grid() {
-  if (machine.launch->late_count == 0 || machine.late_is_there) return;
+  if (machine.launch->late_count == 0 || machine.now->late_is_there) return;
   for (std::vector<Copy>& group : current_thread().copies) {
     finish(group);
     group.clear();
   }
+  bring_all_boxes();
   wait_for_late();
 }
 
 }  // namespace shim
 
-DEVICE int thread_index() { return shim::machine.current; }
+DEVICE int thread_index() { return shim::machine.now->current; }
 DEVICE int thread_count() { return shim::machine.launch->block; }
-DEVICE int block_x() { return shim::machine.block[0]; }
-DEVICE int block_y() { return shim::machine.block[1]; }
-DEVICE int block_z() { return shim::machine.block[2]; }
+DEVICE int block_x() { return shim::machine.now->block[0]; }
+DEVICE int block_y() { return shim::machine.now->block[1]; }
+DEVICE int block_z() { return shim::machine.now->block[2]; }
 DEVICE int grid_x() { return shim::machine.launch->grid[0]; }
 DEVICE int grid_y() { return shim::machine.launch->grid[1]; }
 DEVICE int grid_z() { return shim::machine.launch->grid[2]; }
@@ -117,6 +118,7 @@ DEVICE void store_release(uint32* address, uint32 value) {
   shim::yield();
 }
 DEVICE void fence() {}
+DEVICE void wait_until(const uint32* address, uint32 least) { shim::wait_until(address, least); }
 
 template <typename T>
 T atomic_add(T* address, T value) {
@@ -219,7 +221,7 @@ void matrix_product(float (&d)[4], const Fragments<A>& mine, const char* operati
   constexpr int K = 4 * A;
   need_whole_warp(operation);
   const auto slots = meet(operation, ALL_LANES, &mine, sizeof(mine));
-  const int lane = machine.current % LANES;
+  const int lane = machine.now->current % LANES;
   double sums[4] = {d[0], d[1], d[2], d[3]};
   for (int place = 0; place < 4; ++place) {
     const int row = lane / 4 + place / 2 * 8, column = lane % 4 * 2 + place % 2;
@@ -237,7 +239,7 @@ template <int MATRICES, bool TRANSPOSED>
 void load_matrices(uint32 (&to)[MATRICES], const void* row) {
   need_whole_warp("load_matrices");
   Words4 shown = {};  // the addresses of lanes beyond the matrices' rows are ignored
-  const int lane = machine.current % LANES;
+  const int lane = machine.now->current % LANES;
   if (lane < 8 * MATRICES) memcpy(&shown, aligned(row, 16), 16);
   const auto slots = meet(TRANSPOSED ? "load_matrices, transposed" : "load_matrices", ALL_LANES, &shown, 16);
   for (int matrix = 0; matrix < MATRICES; ++matrix) {
@@ -296,11 +298,14 @@ void load_matrices(uint32 (&to)[2], const void* row) {
 }
 
 // A copy happens as late as it may, and until then its target is poison: a missing wait reads that, and a source that
-// is overwritten too early is copied wrong.
+// is overwritten too early is copied wrong. In the reverse schedule it happens at once: then what is written over its
+// target too early stays there.
 template <int BYTES>
 void copy_async_few(void* to, const void* from, int valid) {
   memset(shim::aligned(to, BYTES), shim::POISON, BYTES);
-  shim::current_thread().copies.back().push_back({to, shim::aligned(from, BYTES), valid, BYTES});
+  const shim::Copy copy = {to, shim::aligned(from, BYTES), valid, BYTES};
+  if (shim::machine.launch->schedule == shim::REVERSE) return shim::finish({copy});
+  shim::current_thread().copies.back().push_back(copy);
 }
 DEVICE void copy_async(void* to, const void* from, int valid = 16) { copy_async_few<16>(to, from, valid); }
 DEVICE void copy_async_once(void* to, const void* from, int valid = 16) { copy_async(to, from, valid); }
@@ -330,7 +335,7 @@ float element_of_matrix(uint64 matrix, int row, int k, X type) {
 
 template <int N, typename X>
 void warpgroup_product(float* d, uint64 a, uint64 b, X type) {
-  const int lane = machine.current % LANES, warp = machine.current / LANES % 4;
+  const int lane = machine.now->current % LANES, warp = machine.now->current / LANES % 4;
   float left[2][16], right[16];
   for (int half = 0; half < 2; ++half) {
     for (int k = 0; k < 16; ++k) left[half][k] = element_of_matrix(a, warp * 16 + lane / 4 + half * 8, k, type);
@@ -365,10 +370,54 @@ void wgmma_wait() {
     for (const auto& product : groups.front()) product();
     groups.erase(groups.begin());
   }
+  sync_warp();  // its lanes wait together
 }
 template <int N>
 void wgmma_border(float (&)[N]) {}
-DEVICE void show_to_wgmma() {}
+
+// ---- Arrivals and boxes. What `map` points to is HostMap (tests/kernels/device.py).
+namespace shim {
+
+struct HostMap {
+  const unsigned char* matrix;
+  int64_t rows, columns;
+  int32_t box_rows;
+};
+
+inline void copy_box(unsigned char* to, const HostMap& map, int column, int row) {
+  for (int i = 0; i < map.box_rows; ++i) {
+    for (int piece = 0; piece < 8; ++piece) {
+      unsigned char* at = to + i * 128 + (piece ^ i % 8) * 16;
+      memset(at, 0, 16);
+      for (int element = 0; element < 8; ++element) {
+        const int64_t from = column + piece * 8 + element;
+        if (row + i >= map.rows || from >= map.columns) continue;
+        memcpy(at + element * 2, map.matrix + ((row + i) * map.columns + from) * 2, 2);
+      }
+    }
+  }
+}
+
+}  // namespace shim
+
+DEVICE void begin_arrivals(uint64* word, int count) {
+  shim::Arrivals& arrivals = shim::machine.now->arrivals[word];
+  arrivals = {};
+  arrivals.count = arrivals.missing = count;
+}
+DEVICE void show_arrivals() {}
+DEVICE void arrive_at(uint64* word) { shim::arrive_once(word, 0); }
+DEVICE void arrive_expecting(uint64* word, int bytes) { shim::arrive_once(word, bytes); }
+DEVICE void wait_arrivals(uint64* word, uint32 parity) { shim::wait_arrivals(word, parity); }
+DEVICE void copy_box(void* to, const void* map, int column, int row, uint64* word) {
+  const shim::HostMap box = *static_cast<const shim::HostMap*>(shim::aligned(map, 64));
+  if (reinterpret_cast<uintptr_t>(to) % 1024 != 0) shim::fail("a box at %p, which is not on 1024 bytes", to);
+  unsigned char* bytes = static_cast<unsigned char*>(to);
+  memset(bytes, shim::POISON, size_t(box.box_rows) * 128);
+  const auto copy = [=] { shim::copy_box(bytes, box, column, row); };
+  shim::machine.now->boxes.push_back({word, int64_t(box.box_rows) * 128, copy});
+  shim::arrivals_at(word);
+}
 
 enum : bool { GRIDS_OVERLAP = true };
 DEVICE void wait_for_previous_grid() { shim::wait_for_previous_grid(); }
