@@ -143,6 +143,8 @@ class ServerConfig:
     enable_auto_tool_choice   calls are read wherever there are tools: this changes nothing
     exclude_tools_when_tool_choice_none   the template sees no tools where none may be called
     reasoning_parser    how the model marks what it thinks; "": thoughts are text like any other
+    structured_outputs_config   of vLLM's, disable_any_whitespace and disable_additional_properties: what texts that
+                        must have a form have where their requests do not say
     shutdown_timeout    seconds that requests may go on after SIGTERM or Ctrl-C (vLLM: 0)
     api_server_count    processes that read requests and write answers, before one engine
     max_body_bytes      of a request's body
@@ -181,6 +183,7 @@ class ServerConfig:
     enable_auto_tool_choice: bool = False
     exclude_tools_when_tool_choice_none: bool = False
     reasoning_parser: str = ""
+    structured_outputs_config: Mapping[str, Any] | None = None
     shutdown_timeout: int = 30
     api_server_count: int = 1
     max_body_bytes: int = 32 << 20

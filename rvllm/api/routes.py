@@ -43,6 +43,8 @@ COMPLETION_TOKENS = 16
 INLINE_BYTES = 1 << 14
 """Of a body: above, its text is encoded in a thread of its own, so that others' tokens go on."""
 
+FORM_SETTINGS = ("disable_any_whitespace", "disable_additional_properties")
+
 PROMPT_END = 64
 """Tokens of a prompt that say whether what follows are thoughts."""
 
@@ -143,6 +145,7 @@ class Api:
         )
         terms = body.terms()
         prompts = await _aside(data, lambda: completion_prompts(served, body))
+        params = self._formed(params)
         await self._front.learn_forms(params)
         generation = self._front.generation(
             cut(served, body, prompts), params, terms, exchange.came_s, _name(exchange, body)
@@ -231,7 +234,8 @@ class Api:
         )
         prompt = Prompt(None, tuple(await _aside(data, lambda: chat_ids(served, body, shown))))
         prompt_end = served.texts.decode(prompt.ids[-PROMPT_END:], skip_special_tokens=False)
-        params = _for_tools(served, params, tools, prompt_end, shows_special=body.skip_special_tokens is None)
+        shows_special = body.skip_special_tokens is None
+        params = self._formed(_for_tools(served, params, tools, prompt_end, shows_special=shows_special))
         await self._front.learn_forms(params)
         try:
             generation = self._front.generation(
@@ -241,6 +245,14 @@ class Api:
             cause.param = "messages" if cause.param == "prompt" else cause.param
             raise
         return _Chat(served, name, generation, tools, top, lambda: reader_for(served.families, tools, prompt_end))
+
+    def _formed(self, params: SamplingParams) -> SamplingParams:
+        """With the form that is asked for as the server's settings have it."""
+        form, more = params.structured_outputs, self._front.habits.structured_outputs_config
+        if form is None or not more or (form.json is None and not form.json_object):
+            return params
+        given: dict[str, Any] = {name: getattr(form, name) or bool(more.get(name)) for name in FORM_SETTINGS}
+        return replace(params, structured_outputs=replace(form, **given))
 
     def _texts(self, served: Served, body: SamplingBody) -> TokenTexts | IdTexts:
         """How single tokens are shown."""

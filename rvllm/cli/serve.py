@@ -167,6 +167,28 @@ logs = chain(
 """What is said while serving."""
 
 
+def structured_outputs_config(
+    context: click.Context, parameter: click.Parameter, text: str | None
+) -> dict[str, Any] | None:
+    """vLLM's settings, of which the library's name and what is the default anyway change nothing."""
+    given = json_object(context, parameter, text)
+    if given is None:
+        return None
+    names = ("disable_any_whitespace", "disable_additional_properties")
+    known: dict[str, Any] = {name: given.pop(name) for name in names if name in given}
+    if any(not isinstance(value, bool) for value in known.values()):
+        raise click.BadParameter(f"{' and '.join(known)} must be true or false")
+    if given.pop("enable_in_reasoning", False):
+        raise click.BadParameter("enable_in_reasoning is not done: a form begins behind thoughts")
+    if given.pop("reasoning_parser", ""):
+        raise click.BadParameter("reasoning_parser is an option of its own. hint: --reasoning-parser")
+    given.pop("backend", None)  # grammars have one implementation
+    given.pop("disable_fallback", None)
+    if given:
+        raise click.BadParameter(f"{', '.join(given)} is not known")
+    return known
+
+
 @click.command(cls=VllmCommand, flags=(*ENGINE, *SERVER))
 @click.argument("model_argument", metavar="[MODEL]", required=False)
 @click.option("--host", default=DEFAULTS["host"], show_default=True, help="Where to listen.")
@@ -210,6 +232,12 @@ logs = chain(
     default=DEFAULTS["reasoning_parser"],
     metavar="NAME",
     help="Tell thoughts apart from answers: qwen3, deepseek_r1, ...  [default: they are text like any other]",
+)
+@click.option(
+    "--structured-outputs-config",
+    metavar="JSON",
+    callback=structured_outputs_config,
+    help="Of texts that must have a form: '{\"disable_any_whitespace\": true}', disable_additional_properties.",
 )
 @click.option(
     "--shutdown-timeout",

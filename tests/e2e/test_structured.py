@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from rvllm import LLM, SamplingParams, StructuredOutputsParams
+from tests.fixtures.commands import rvllm
 from tests.fixtures.engines import at_rest, until
 from tests.fixtures.models import Options, TinyModel, random_model
 from tests.fixtures.servers import Answer, Server, serving
@@ -172,6 +173,33 @@ def test_many_at_once_each_get_their_own_form(server: Server) -> None:
 
     with ThreadPoolExecutor(12) as pool:
         list(pool.map(one, range(48)))
+
+
+def test_the_servers_settings_hold_for_forms_that_do_not_say(model: TinyModel, tmp_path: Path) -> None:
+    config = '{"backend": "xgrammar", "disable_any_whitespace": true, "disable_additional_properties": true}'
+    open_schema = {name: value for name, value in SCHEMA.items() if name != "additionalProperties"}
+    with serving(model.folder, "--structured-outputs-config", config, folder=tmp_path / "server") as strict:
+        for seed in range(3):
+            form = {"type": "json_schema", "json_schema": {"name": "x", "schema": open_schema}}
+            text = chat(strict, response_format=form, seed=seed).json["choices"][0]["message"]["content"]
+            assert right(text) and "\n" not in text and not re.search(r'[{,:] |[^"] [}"]', text), text
+            assert (
+                chat(strict, structured_outputs={"choice": ["a b"]}).json["choices"][0]["message"]["content"] == "a b"
+            )
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ('{"enable_in_reasoning": true}', "behind thoughts"),
+        ('{"disable_any_whitespace": 1}', "true or false"),
+        ('{"odd": 1}', "odd"),
+        ("[]", "not an object"),
+    ],
+)
+def test_settings_that_are_not_done_are_refused(config: str, said: str) -> None:
+    refused = rvllm("serve", "x", "--structured-outputs-config", config)
+    assert refused.returncode == 2 and said in refused.stderr
 
 
 def test_a_client_that_goes_away_takes_its_request_along(server: Server) -> None:
