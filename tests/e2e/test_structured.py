@@ -99,8 +99,8 @@ def test_every_kind_of_form_is_held_to_by_both_apis(server: Server, form: dict[s
         assert re.fullmatch(pattern, reply["text"]), reply
 
 
-def test_any_object_of_json(server: Server) -> None:
-    biases = {str(ord("}")): 100}  # or it would take long to come to an end
+def test_any_object_of_json(server: Server, model: TinyModel) -> None:
+    biases = {str(ord("}")): 100, str(model.id('{"')): -100}  # or it would take long to come to an end
     reply = chat(server, response_format={"type": "json_object"}, logit_bias=biases).json["choices"][0]
     assert (reply["message"]["content"], reply["finish_reason"]) == ("{}", "stop")
 
