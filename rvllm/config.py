@@ -133,14 +133,78 @@ class ServerConfig:
 
     host, port          where to listen; port 0: one that is free
     uds                 a unix socket's path to listen at instead
+    root_path           the path at which a proxy has the server; it may take it away before it passes a request on
+    ssl_keyfile, ssl_certfile, ssl_ca_certs, ssl_cert_reqs, ssl_ciphers  TLS: our key and certificates; clients' CAs,
+                        whether they need a certificate (0 no, 1 may, 2 must); ciphers, as OpenSSL has them
+    enable_ssl_refresh  read our key and certificates again when their files change
     api_key             keys of which a request must bring one; none: anybody may ask
     served_model_name   what clients call the model; none: as it was named to us
+    tool_call_parser    how the model writes calls of tools; None: as its chat template does
+    enable_auto_tool_choice   calls are read wherever there are tools: this changes nothing
+    exclude_tools_when_tool_choice_none   the template sees no tools where none may be called
+    reasoning_parser    how the model marks what it thinks; "": thoughts are text like any other
+    structured_outputs_config   of vLLM's, disable_any_whitespace and disable_additional_properties: what texts that
+                        must have a form have where their requests do not say
     shutdown_timeout    seconds that requests may go on after SIGTERM or Ctrl-C (vLLM: 0)
+    api_server_count    processes that read requests and write answers, before one engine
+    max_body_bytes      of a request's body
+    h11_max_incomplete_event_size, h11_max_header_count  bytes of a request's line and headers (vLLM: 4 MiB); how many
+    max_num_queued_reqs     completions that are answered or wait; more are told to come again; None: no limit
+    max_num_queued_tokens   of prompts not read yet, from which on more requests are told so; None: no limit
+    max_requests_per_key    at a time; None: no limit
+    request_timeout     seconds that a request for text may take; None: as long as it takes
+    client_timeout      seconds in which a request has to come in, or what is sent be read
+    sse_keep_alive_interval  seconds without an event after which a stream has a comment; 0: none (vLLM's default)
+    keep_alive_timeout  seconds that a connection may be idle between two requests
+    allowed_origins, allowed_methods, allowed_headers, allow_credentials  of web pages elsewhere: CORS; none: no page
+    return_tokens_as_token_ids   show single tokens as token_id:ID where a request does not say how
+    enable_force_include_usage   tell the usage of streams where a request does not say whether
+    default_chat_template_kwargs arguments of the chat template that a request does not bring
+    log_format          of what is said on stderr: "text", or "json" objects
+    disable_uvicorn_access_log         no line for every reply (vLLM: there is one)
+    disable_access_log_for_endpoints   nor for those of these routes
+    enable_log_requests     a line for every request for text, with its lengths; never a text
+    log_error_stack         the traceback of faults of ours, which may hold anything
     """
 
     host: str = "0.0.0.0"
     port: int = 8000
     uds: str | None = None
+    root_path: str = ""
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    ssl_ca_certs: str | None = None
+    ssl_cert_reqs: int = 0
+    ssl_ciphers: str | None = None
+    enable_ssl_refresh: bool = False
     api_key: tuple[str, ...] = ()
     served_model_name: tuple[str, ...] = ()
+    tool_call_parser: str | None = None
+    enable_auto_tool_choice: bool = False
+    exclude_tools_when_tool_choice_none: bool = False
+    reasoning_parser: str = ""
+    structured_outputs_config: Mapping[str, Any] | None = None
     shutdown_timeout: int = 30
+    api_server_count: int = 1
+    max_body_bytes: int = 32 << 20
+    h11_max_incomplete_event_size: int = 64 << 10
+    h11_max_header_count: int = 256
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+    max_requests_per_key: int | None = None
+    request_timeout: float | None = None
+    client_timeout: float = 60.0
+    sse_keep_alive_interval: float = 15.0
+    keep_alive_timeout: int = 5
+    allowed_origins: tuple[str, ...] = ()
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+    return_tokens_as_token_ids: bool = False
+    enable_force_include_usage: bool = False
+    default_chat_template_kwargs: dict[str, Any] | None = None
+    log_format: str = "text"
+    disable_uvicorn_access_log: bool = True
+    disable_access_log_for_endpoints: tuple[str, ...] = ()
+    enable_log_requests: bool = False
+    log_error_stack: bool = False

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
+from rvllm.api.admission import Admission
 from rvllm.api.errors import HttpError, unavailable
+from rvllm.api.metrics import Metrics, Timeline
+from rvllm.config import ServerConfig
 from rvllm.engine.request import Request, check_request
 from rvllm.engine.scheduler import check_length
-from rvllm.errors import BadRequest
+from rvllm.errors import BadRequest, RvllmError
 from rvllm.link.client import AsyncEngineClient, Stream, news
 from rvllm.link.messages import Facts
 from rvllm.sampling.params import SamplingParams
+from rvllm.text.answer import Families
 from rvllm.text.completion import Delta, Terms, Writer, drawing, settled_seed, with_bad_word_ids
 from rvllm.text.token_text import TokenTexts
 from rvllm.text.tokenizer import Tokenizer
@@ -21,10 +28,16 @@ from rvllm.text.tokenizer import Tokenizer
 MOST_CHOICES = 1024
 """Completions of one request: of all its prompts together."""
 
+MOST_FORM_CHARACTERS = 16 << 20
+"""Of the forms of all its completions: each takes its own to the engine."""
+
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model that is ready. `defaults`: sampling parameters of requests that bring none; `seed`: the engine's."""
+    """A model that is ready. `defaults`: sampling parameters of requests that bring none; `seed`: the engine's.
+
+    families: how it writes what is no text. template_kwargs: of chats that bring none.
+    """
 
     tokenizer: Tokenizer
     texts: TokenTexts
@@ -32,6 +45,8 @@ class Served:
     seed: int | None
     facts: Facts
     client: AsyncEngineClient
+    families: Families
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +65,15 @@ class Choice:
     prompt: Prompt
     request: Request
     writer: Writer
+    line: Timeline
 
 
 @dataclass(slots=True)
 class Front:
     """`names` are the model's, the first in replies to requests that name none. `served`: once the model is ready.
 
-    begun: requests so far; stopping: no more are taken; loading: how far that is.
+    begun: requests so far; stopping: no more are taken; loading: how far that is; metrics: once the model is ready.
+    habits: what requests have that say nothing of it.
     """
 
     names: Sequence[str]
@@ -66,6 +83,9 @@ class Front:
     stopping: bool = False
     loading: str = "the model is being loaded"
     begun: int = 0
+    metrics: Metrics | None = None
+    admission: Admission = field(default_factory=Admission)
+    habits: ServerConfig = field(default_factory=ServerConfig)
 
     def ready(self) -> Served:
         """The model. Raises HttpError, 503, while there is none, or none any more."""
@@ -88,14 +108,35 @@ class Front:
             code="model_not_found",
         )
 
-    def generation(self, prompts: Sequence[Prompt], params: SamplingParams, terms: Terms) -> Generation:
-        """Completions of each prompt, all checked, none begun. Raises BadRequest, HttpError."""
+    async def learn_forms(self, params: SamplingParams) -> None:
+        """Tell the engine what its tokens stand for, once, before the first text that must have a form."""
         served = self.ready()
+        if params.structured_outputs is not None and not served.client.taught:
+            plain = served.families.markers(calls=False)
+            vocabulary = await asyncio.to_thread(served.texts.vocabulary, served.facts.limits.vocab_limit, plain)
+            served.client.teach(vocabulary)
+
+    def generation(
+        self, prompts: Sequence[Prompt], params: SamplingParams, terms: Terms, asked_s: float, name: str
+    ) -> Generation:
+        """Completions of each prompt, all checked, none begun. asked_s: when they were asked for, on the monotonic
+        clock; name: the request's, in its reply. Raises BadRequest, HttpError.
+        """
+        served, metrics = self.ready(), self.metrics
+        assert metrics is not None
         if len(prompts) * params.n > MOST_CHOICES:
             raise BadRequest(
                 f"{len(prompts):,} prompts with n of {params.n:,} are {len(prompts) * params.n:,} completions, the "
                 f"limit is {MOST_CHOICES:,}",
                 param="n",
+                hint="send fewer at once",
+            )
+        form = params.structured_outputs
+        if form is not None and form.size * len(prompts) * params.n > MOST_FORM_CHARACTERS:
+            raise BadRequest(
+                f"structured_outputs has {form.size:,} characters for each of {len(prompts) * params.n:,} completions, "
+                f"the limit is {MOST_FORM_CHARACTERS:,} in all",
+                param="structured_outputs",
                 hint="send fewer at once",
             )
         params = with_bad_word_ids(served.tokenizer, params)
@@ -104,16 +145,17 @@ class Front:
             # Length first: ids are looked at one by one.
             check_length(len(prompt.ids), limits)
             check_request(prompt.ids, params, vocab_limit=limits.vocab_limit, max_logprobs=served.facts.max_logprobs)
-        name = uuid4().hex
+        unique = uuid4().hex  # for the engine, which has other fronts' requests too
         choices: list[Choice] = []
         for prompt in prompts:
             for place in range(params.n):
                 self.begun += 1
                 seed = settled_seed(params, place, served.seed, self.begun)
                 index = len(choices)
-                request = Request(f"{name}-{index}", prompt.ids, params, seed, terms.priority, terms.cache_salt)
-                choices.append(Choice(index, prompt, request, Writer(served.tokenizer, request)))
-        return Generation(name, choices, served.client)
+                request = Request(f"{unique}-{index}", prompt.ids, params, seed, terms.priority, terms.cache_salt)
+                line = Timeline(metrics, asked_s, len(prompt.ids))
+                choices.append(Choice(index, prompt, request, Writer(served.tokenizer, request), line))
+        return Generation(name, choices, served.client, metrics, self.admission)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +165,35 @@ class Generation:
     name: str
     choices: Sequence[Choice]
     client: AsyncEngineClient
+    metrics: Metrics
+    admission: Admission
+
+    @contextmanager
+    def admitted(self, key: int | None, told: dict[str, Any]) -> Iterator[None]:
+        """While it is answered. `key`: the number of the client's; told: is told lengths at the end, for the log.
+
+        Raises HttpError, 429, where there is too much to do.
+        """
+        n = self.choices[0].request.params.n
+        prompts = [(choice.index, len(choice.prompt.ids)) for choice in self.choices[::n]]
+        with self.admission.admitted(len(self.choices), prompts, key) as began:
+            for choice in self.choices:
+                choice.line.began = partial(began, choice.index)
+            self.metrics.asked(self.choices[0].request.params)
+            try:
+                yield
+            finally:
+                self.metrics.answered(max(choice.writer.token_count for choice in self.choices))
+                told |= {
+                    "prompt_tokens": sum(tokens for _, tokens in prompts),
+                    "completion_tokens": sum(choice.writer.token_count for choice in self.choices),
+                    "finish_reason": ",".join(choice.writer.finish_reason or "none" for choice in self.choices),
+                }
+
+    @property
+    def formed(self) -> bool:
+        """Whether its texts must have a form."""
+        return any(choice.request.params.structured_outputs is not None for choice in self.choices)
 
     async def deltas(self) -> AsyncGenerator[list[tuple[Choice, Delta]], None]:
         """What came since it was asked last, never nothing. Closing the iterator takes all out of the engine.
@@ -136,22 +207,33 @@ class Generation:
         if not others:
             return
         going = dict(zip(self.client.submit([drawing(choice.request) for choice in others]), others))
+        for choice in others:
+            choice.line.submit()
+        reason = "abort"
         try:
             while going:
                 await news(going)
                 if batch := self._take(going):
                     yield batch
+        except RvllmError:
+            reason = "error"
+            raise
         finally:
             self.client.abort([stream.request_id for stream in going])
+            for choice in going.values():
+                self.metrics.ended(choice.line, reason)
 
     def _take(self, going: dict[Stream, Choice]) -> list[tuple[Choice, Delta]]:
         """Write what there is, and take those that end, also by a stop string, out of `going` and the engine."""
         batch = []
         for stream, choice in list(going.items()):
-            for event in stream.take():
+            for event, came_s in zip(stream.take(), stream.times_s):
+                choice.line.came(event, came_s)
                 batch.append((choice, choice.writer.write(event)))
-                if choice.writer.finish_reason is not None:
+                if (reason := choice.writer.finish_reason) is not None:
                     self.client.abort([stream.request_id])
+                    self.metrics.ended(choice.line, reason)
                     del going[stream]
                     break
+        self.metrics.generated(len(batch))
         return batch

@@ -8,17 +8,25 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import sys
-import traceback
+import re
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 
+from rvllm.api.cors import Cors
 from rvllm.api.errors import NO_HEADERS, HttpError, http_error
 
-MOST_BODY_BYTES = 32 << 20
+CHECK_S = 5.0
+"""How often it is looked whether a client still reads, at the most."""
+
+REQUEST_ID = re.compile(r"[!-~]{1,128}")
+ABORT = "rvllm.abort"
+"""The extension of ASGI's scope that ends a connection at once, with what is written to it and not yet read."""
+
 DONE = b"data: [DONE]\n\n"
 
 Scope = MutableMapping[str, Any]
@@ -29,6 +37,24 @@ _JSON = {"content-type": "application/json"}
 _EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
+NO_PAGES = Cors(())
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What holds for every request. client_s: how long a client may leave unread what is sent to it.
+
+    request_s: how long a request for text may take; None: as long as it takes.
+    silence_s: after that long without an event a stream has a comment, lest it is taken for dead; 0: never.
+    """
+
+    body_bytes: int = 32 << 20
+    client_s: float = 60.0
+    request_s: float | None = None
+    silence_s: float = 0.0
+    cors: Cors = NO_PAGES
+
+
 class Gone(Exception):
     """The client went away before it had sent its request: there is nobody to tell."""
 
@@ -37,18 +63,47 @@ class Gone(Exception):
 class Exchange:
     """One request and its reply. `begun`: the status is on its way, so that an error can no longer be one.
 
-    name: what follows the route, where it ends in a /.
+    name: what follows the route, where it ends in a /. came_s: when it came, on the monotonic clock.
+    path: without what the server is mounted at. request_id: the client's, where it brought one that can be told.
+    key: the number of the key it brought. shared: headers of whatever the reply is. told: of a request for text, for
+    the log. waits_s: since when the client has left unread what is sent to it. spoke_s: of the last event.
+    shape: an error's bytes, as a body or as a stream's last event.
     """
 
     scope: Scope
     receive: Receive
     send: Send
+    rules: Rules
     name: str = ""
     begun: bool = False
+    shape: Callable[[HttpError, bool], bytes] = field(default_factory=lambda: openai_error)
+    status: int = 0
+    route: str = "none"
+    key: int | None = None
+    told: dict[str, Any] = field(default_factory=dict)
+    waits_s: float | None = None
+    spoke_s: float | None = None
+    came_s: float = field(default_factory=time.monotonic)
     headers: dict[str, str] = field(init=False)
+    path: str = field(init=False)
+    request_id: str = field(init=False)
+    shared: dict[str, str] = field(init=False)
 
     def __post_init__(self) -> None:
         self.headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in self.scope["headers"]}
+        # Whether a proxy takes the prefix away or not: uvicorn puts one before every path.
+        root, self.path = self.scope.get("root_path", ""), self.scope["path"]
+        for _ in range(2):
+            if root and self.path.startswith(f"{root}/"):
+                self.path = self.path.removeprefix(root)
+        given = self.headers.get("x-request-id", "")
+        self.request_id = given if REQUEST_ID.fullmatch(given) else uuid4().hex
+        self.shared = {"x-request-id": self.request_id, **self.rules.cors.told(self.headers)}
+
+    @property
+    def client(self) -> str:
+        """The other end's address, or nothing at a unix socket."""
+        return str((self.scope.get("client") or ("",))[0])
 
     async def body(self) -> bytes:
         """The request's body. Raises HttpError: 413 as soon as it is known to be too large, 415 where it is no JSON."""
@@ -57,16 +112,17 @@ class Exchange:
             # A web page can have a browser send any other kind to a server that it should not reach.
             raise HttpError(415, f"the content type is {kind}, the body must be application/json")
         length = self.headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > MOST_BODY_BYTES:
-            raise _too_large()
+        most = self.rules.body_bytes
+        if not length.isdecimal() or int(length) > most:
+            raise _too_large(most)
         data = bytearray()
         while True:
             message = await self.receive()
             if message["type"] == "http.disconnect":
                 raise Gone
             data += message.get("body", b"")
-            if len(data) > MOST_BODY_BYTES:
-                raise _too_large()
+            if len(data) > most:
+                raise _too_large(most)
             if not message.get("more_body", False):
                 return bytes(data)
 
@@ -81,23 +137,43 @@ class Exchange:
     async def begin_events(self) -> None:
         """Begin a stream of events: the status goes out now, however long the first event takes."""
         await self._begin(200, _EVENTS)
+        self.spoke_s = time.monotonic()
 
     async def events(self, data: bytes) -> None:
-        """Events, whole ones."""
+        """Events, whole ones; waits for a client that is slow to read."""
+        self.waits_s = self.spoke_s = time.monotonic()
         await self.send({"type": "http.response.body", "body": data, "more_body": True})
+        self.waits_s = None
 
     async def end(self, data: bytes = b"") -> None:
         """The last events of a stream."""
+        self.waits_s = time.monotonic()
         await self.send({"type": "http.response.body", "body": data})
 
     async def refuse(self, error: HttpError) -> None:
         """Reply with an error, or end a stream that has begun with one."""
         if self.begun:
-            await self.end(b"data: " + error.body() + b"\n\n")
+            await self.end(self.shape(error, True))
         else:
             # What is left of a body that nobody reads would be taken for the next request.
             close = {"connection": "close"} if error.status in (413, 415) else {}
-            await self.reply(error.body(), error.status, {**error.headers, **close})
+            await self.reply(self.shape(error, False), error.status, {**error.headers, **close})
+
+    def silent_for(self, now_s: float) -> float:
+        """How long a stream has had no event; 0 where that is the client's doing, or there is no stream."""
+        return 0.0 if self.spoke_s is None or self.waits_s is not None else now_s - self.spoke_s
+
+    def abandoned(self) -> bool:
+        """Whether the client has read nothing for so long that it is taken for gone; then its connection is."""
+        if self.waits_s is None or time.monotonic() - self.waits_s < self.rules.client_s:
+            return False
+        self.drop()
+        return True
+
+    def drop(self) -> None:
+        """End the connection, with what is written to it and not yet read."""
+        if abort := self.scope.get("extensions", {}).get(ABORT):
+            abort["abort"]()
 
     async def gone(self) -> None:
         """Until the client has gone away. For after the body."""
@@ -105,14 +181,22 @@ class Exchange:
             pass
 
     async def _begin(self, status: int, headers: Mapping[str, str]) -> None:
-        self.begun = True
-        raw = [(key.encode("latin-1"), value.encode("latin-1")) for key, value in headers.items()]
+        self.begun, self.status = True, status
+        every = {**headers, **self.shared}
+        raw = [(key.encode("latin-1"), value.encode("latin-1")) for key, value in every.items()]
         await self.send({"type": "http.response.start", "status": status, "headers": raw})
 
 
 Handler = Callable[[Exchange], Awaitable[None]]
+Ended = Callable[[Exchange], None]
+Fault = Callable[[BaseException, Exchange], None]
 Routes = Mapping[str, Mapping[str, Handler]]
 """path -> method -> handler. A path that ends in / takes all that begin with it."""
+
+
+def openai_error(error: HttpError, in_stream: bool) -> bytes:
+    """An error's bytes, as OpenAI's clients read them."""
+    return b"data: " + error.body() + b"\n\n" if in_stream else error.body()
 
 
 def event(value: object) -> bytes:
@@ -121,35 +205,56 @@ def event(value: object) -> bytes:
 
 
 class App:
-    """The ASGI application: finds a request's handler, tells its errors. `keys` open all but `open_routes`."""
+    """The ASGI application: finds a request's handler, tells its errors. `keys` open all but `open_routes`.
 
-    def __init__(self, routes: Routes, *, keys: Iterable[str] = (), open_routes: Iterable[str] = ()) -> None:
+    ended: is told of every exchange when it is over; its status is 0 where the client was gone first.
+    fault: is told of errors that are faults of ours.
+    """
+
+    def __init__(
+        self,
+        routes: Routes,
+        *,
+        keys: Iterable[str] = (),
+        open_routes: Iterable[str] = (),
+        rules: Rules = Rules(),
+        ended: Ended = lambda exchange: None,
+        fault: Fault = lambda error, exchange: None,
+    ) -> None:
         self._routes = routes
         self._prefixes = [path for path in routes if path.endswith("/")]
         self._keys = [_digest(key.encode()) for key in keys]
         self._open = frozenset(open_routes)
+        self._rules, self._ended, self._fault = rules, ended, fault
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        exchange = Exchange(scope, receive, send)
+        exchange = Exchange(scope, receive, send, self._rules)
         try:
-            self._check_key(exchange)
-            await self._handler(exchange)(exchange)
+            allowed = self._rules.cors.preflight(scope["method"], exchange.headers)
+            if allowed is not None:
+                await exchange.reply(b"", headers=allowed)
+            else:
+                self._check_key(exchange)
+                await self._handler(exchange)(exchange)
         except Gone:
             pass
         except Exception as error:
             told = http_error(error)
             if told.status == 500:
-                traceback.print_exception(error, file=sys.stderr)
+                self._fault(error, exchange)
             await exchange.refuse(told)
+        finally:
+            self._ended(exchange)
 
     def _handler(self, exchange: Exchange) -> Handler:
-        path = exchange.scope["path"]
+        path = exchange.path
         methods = None if path in self._prefixes else self._routes.get(path)
+        exchange.route = path if methods is not None else "none"
         for prefix in self._prefixes:
             if methods is None and path.startswith(prefix) and path != prefix:
-                methods, exchange.name = self._routes[prefix], path.removeprefix(prefix)
+                methods, exchange.route, exchange.name = self._routes[prefix], prefix, path.removeprefix(prefix)
         if methods is None:
             raise HttpError(404, "there is nothing at this path", code="not_found")
         method = exchange.scope["method"]
@@ -161,9 +266,11 @@ class App:
 
     def _check_key(self, exchange: Exchange) -> None:
         """Raises HttpError, 401. All keys are compared, each in constant time: time must not tell a key."""
-        if not self._keys or exchange.scope["path"] in self._open:
+        if not self._keys or exchange.path in self._open:
             return
         scheme, _, key = exchange.headers.get("authorization", "").partition(" ")
+        if not scheme and "x-api-key" in exchange.headers:  # as Anthropic's clients send it
+            scheme, key = "bearer", exchange.headers["x-api-key"]
         given = _digest(key.encode("latin-1"))
         known = [hmac.compare_digest(given, digest) for digest in self._keys]
         if scheme.lower() != "bearer" or not any(known):
@@ -174,14 +281,35 @@ class App:
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
+        exchange.key = known.index(True)
 
 
 async def while_connected(exchange: Exchange, work: Awaitable[None]) -> None:
-    """Do the work; cancel it when the client goes away first."""
+    """Do the work; cancel it when the client goes away first, or reads nothing. Raises HttpError when it is late."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(exchange.gone())
+    rules = exchange.rules
+    end_s = exchange.came_s + (float("inf") if rules.request_s is None else rules.request_s)
+    silence_s = rules.silence_s or float("inf")
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        while True:
+            now_s = time.monotonic()
+            if exchange.silent_for(now_s) >= silence_s and not await _breathe(exchange):
+                break
+            patience_s = min(CHECK_S, rules.client_s / 4, silence_s / 4, max(end_s - now_s, 0.0))
+            done, _ = await asyncio.wait((task, gone), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+            if done or exchange.abandoned():
+                break
+            if time.monotonic() >= end_s:
+                if exchange.waits_s is not None:  # it would not read the error either
+                    exchange.drop()
+                    break
+                raise HttpError(
+                    504,
+                    f"the request took longer than {rules.request_s:g} s",
+                    kind="timeout_error",
+                    code="timeout",
+                )
         if task.done():
             task.result()
     finally:
@@ -191,9 +319,19 @@ async def while_connected(exchange: Exchange, work: Awaitable[None]) -> None:
             await asyncio.wait((task,))
 
 
+async def _breathe(exchange: Exchange) -> bool:
+    """Send a comment; False where the client has not read for so long that it is taken for gone."""
+    try:
+        await asyncio.wait_for(exchange.events(b": nothing yet\n\n"), exchange.rules.client_s)
+    except asyncio.TimeoutError:
+        exchange.drop()
+        return False
+    return True
+
+
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _too_large() -> HttpError:
-    return HttpError(413, f"the body is too large, the limit is {MOST_BODY_BYTES:,} bytes", code="body_too_large")
+def _too_large(most: int) -> HttpError:
+    return HttpError(413, f"the body is too large, the limit is {most:,} bytes", code="body_too_large")

@@ -7,38 +7,19 @@ run out, for so long; a second one ends all at once. When the engine dies, the s
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 import socket
-import stat
-import threading
-import time
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from importlib.util import find_spec
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
 
-import uvicorn
-
-from rvllm.api.front import Front, Served
-from rvllm.api.http import App
-from rvllm.api.routes import OPEN_ROUTES, routes
+from rvllm.api.listen import check_tls, listening, own_machine
+from rvllm.api.serving import NO_TEMPLATE, Serving, in_thread, log_of, open_text, ready_words, run
 from rvllm.config import EngineConfig, ServerConfig
-from rvllm.errors import StartError
 from rvllm.link.client import AsyncEngineClient, Parent
 from rvllm.link.process import EngineProcess
-from rvllm.model.files import Progress, locate
-from rvllm.model.source import open_source
-from rvllm.text.completion import default_params, open_tokenizer
-from rvllm.text.token_text import TokenTexts
-
-BACKLOG = 2048
-LAST_WORDS_S = 5
-"""From the end of the time that requests may go on to the end of their connections."""
-
-Result = TypeVar("Result")
+from rvllm.model.files import Progress
+from rvllm.text.answer import Families
 
 
 def serve(
@@ -48,11 +29,21 @@ def serve(
     note: Callable[[str], None],
     progress: Progress,
 ) -> None:
-    """Serve until a signal. `note` is told what a user should know. Raises StartError, EngineDied."""
-    with listening(server) as (listener, address), EngineProcess() as child:
-        life = Life(config, server, child, note, progress)
-        note(f"listening at {address}, loading {config.model}")
-        _run(life.lead(listener))
+    """Serve until a signal. `note` is told what a user should know. Raises StartError, EngineDied, EngineError."""
+    check_tls(server)
+    Families.check(server.tool_call_parser, server.reasoning_parser)
+    log = log_of(server, note)
+    with listening(server) as (listeners, address), EngineProcess() as child:
+        log.note(f"listening at {address}, loading {config.model}")
+        if server.uds is None and not server.api_key and not own_machine(listeners[0]):
+            log.note("whoever reaches the port may ask: there is no key. hint: --api-key KEY, or --host 127.0.0.1")
+        if server.api_server_count > 1:
+            from rvllm.api.fronts import Leader
+
+            with Leader(config, server, child, listeners, log, progress) as leader:
+                run(leader.lead())
+        else:
+            run(Life(config, server, child, Serving(config, server, log), log.note, progress).lead(listeners[0]))
 
 
 class Life:
@@ -63,16 +54,13 @@ class Life:
         config: EngineConfig,
         server: ServerConfig,
         child: EngineProcess,
+        serving: Serving,
         note: Callable[[str], None],
         progress: Progress,
     ) -> None:
-        self._config, self._server, self._child = config, server, child
+        self._config, self._server, self._child, self._serving = config, server, child, serving
         self._note, self._progress = note, progress
-        names = server.served_model_name or (config.model,)
-        self._front = Front(names, config.model, int(time.time()))
         self._interrupted = False  # before the model was ready
-        app = App(routes(self._front), keys=server.api_key, open_routes=OPEN_ROUTES)
-        self._http = _Uvicorn(_uvicorn_config(app, server))
 
     async def lead(self, listener: socket.socket) -> None:
         """Serve until a signal, or until the engine dies. Raises what ended the engine."""
@@ -80,9 +68,9 @@ class Life:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._end, number)
         engine = asyncio.create_task(self._follow_engine())
-        engine.add_done_callback(lambda task: self._http.stop())
+        engine.add_done_callback(lambda task: self._serving.break_off())
         try:
-            await self._http.serve(sockets=[listener])
+            await self._serving.serve(listener)
             if engine.done():
                 engine.result()
             if self._interrupted:
@@ -93,194 +81,37 @@ class Life:
 
     async def _follow_engine(self) -> None:
         """Have the model loaded, and wait for the engine's end. Raises what it ended with, but after a signal."""
-        served = await self._load()
-        # All that is here now stays: the collector need not look at it again.
-        gc.collect()
-        gc.freeze()
-        self._front.served = served
-        limits = served.facts.limits
-        self._note(
-            f"ready: {', '.join(self._front.names)} on {served.facts.device}, a context of {limits.max_model_len:,} "
-            f"tokens, a cache of {limits.blocks * limits.block_size:,}"
-        )
-        error = await served.client.wait()
-        if not self._front.stopping:
-            raise error
-
-    async def _load(self) -> Served:
-        """Raises StartError, EngineDied."""
-        tokenizer, vocab_size, defaults = await _in_thread(self._open)
-        tokenizer.check_fits(vocab_size)
+        text = await in_thread(lambda: open_text(self._config, self._tell_progress))
+        tokenizer, front = text[0], self._serving.front
         self._child.load(self._config, vocab_limit=tokenizer.vocab_size, eos_ids=frozenset(tokenizer.eos_token_ids))
         told = Parent(death=self._child.end, progress=self._tell_progress, note=self._note)
         client = await AsyncEngineClient.over(self._child.link, told)
         facts = await client.ready()
         if tokenizer.chat_template is None:
-            self._note("the model has no chat template: chats are refused. hint: give one with --chat-template")
-        return Served(tokenizer, TokenTexts(tokenizer), defaults, self._config.seed, facts, client)
-
-    def _open(self) -> tuple[Any, int, dict[str, Any]]:
-        """(tokenizer, the model's vocabulary, sampling defaults). May take long: it may fetch the default model."""
-        files = locate(self._config.model, offline=self._config.offline, progress=self._tell_progress)
-        # The engine opens the model too, and warns.
-        source = open_source(files, load_format=self._config.load_format, warn=lambda said: None)
-        tokenizer = open_tokenizer(self._config, files, self._tell_progress)
-        return tokenizer, source.config.vocab_size, default_params(self._config, source.generation)
+            self._note(NO_TEMPLATE)
+        self._serving.begin(text, facts, client)
+        self._note(ready_words(tuple(front.names), facts))
+        error = await client.wait()
+        if not front.stopping:
+            raise error
 
     def _tell_progress(self, label: str, done: int, total: int) -> None:
         share = f" {100 * done // total} %" if total else ""
-        self._front.loading = f"the model is being loaded: {label}{share}"
+        self._serving.front.loading = f"the model is being loaded: {label}{share}"
         self._progress(label, done, total)
 
     def _end(self, number: int) -> None:
         """At the first signal no more is taken on; at the second all ends at once."""
-        if self._front.stopping:
+        front = self._serving.front
+        if front.stopping:
             self._child.stop(0.0)
             if self._server.uds is not None:
                 Path(self._server.uds).unlink(missing_ok=True)
             os._exit(128 + number)
-        self._front.stopping = True
+        self._serving.stop()
         limit_s = self._server.shutdown_timeout
-        if self._front.served is not None and self._front.served.client.error is None:
+        if front.served is not None and front.served.client.error is None:
             self._note(f"stopping: requests may go on for {limit_s} s; another signal ends them")
-            self._front.served.client.shutdown(limit_s)
+            front.served.client.shutdown(limit_s)
         else:
             self._interrupted = number == signal.SIGINT
-        self._http.stop()
-
-
-class _Uvicorn(uvicorn.Server):
-    """Without its own signal handlers."""
-
-    def stop(self) -> None:
-        """Take no more connections, and end when those there are through."""
-        self.should_exit = True
-
-    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return nullcontext()
-
-
-def _uvicorn_config(app: App, server: ServerConfig) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http="httptools" if find_spec("httptools") else "h11",
-        ws="none",
-        lifespan="off",
-        interface="asgi3",
-        log_config=None,
-        log_level="error",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        backlog=BACKLOG,
-        timeout_graceful_shutdown=server.shutdown_timeout + LAST_WORDS_S,
-    )
-
-
-def _run(main: Coroutine[Any, Any, None]) -> None:
-    """asyncio.run on uvloop where that is installed, which does not wait for threads that may never end."""
-    if find_spec("uvloop"):
-        import uvloop
-
-        loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-    else:
-        loop = asyncio.new_event_loop()
-    try:
-        loop.run_until_complete(main)
-    finally:
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
-
-
-async def _in_thread(work: Callable[[], Result]) -> Result:
-    """The work's result; its thread does not keep the process alive."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Result] = loop.create_future()
-
-    def settle(result: Result | None, error: BaseException | None) -> None:
-        if done.done():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(result)  # type: ignore[arg-type]
-
-    def run() -> None:
-        try:
-            result, error = work(), None
-        except BaseException as cause:
-            result, error = None, cause
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return await done
-
-
-# --- The socket
-
-
-@contextmanager
-def listening(server: ServerConfig) -> Iterator[tuple[socket.socket, str]]:
-    """A listening socket and its address in words; a unix socket's path is removed at the end. Raises StartError."""
-    if server.uds is None:
-        with _tcp(server.host, server.port) as listener:
-            yield listener, _url(listener)
-        return
-    path = Path(server.uds)
-    with _unix(path) as listener:
-        try:
-            yield listener, f"unix socket {path}"
-        finally:
-            path.unlink(missing_ok=True)
-
-
-def _tcp(host: str, port: int) -> socket.socket:
-    where = f"{host}:{port}"
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as cause:
-        raise StartError(f"{where} is no place to listen at: {cause.strerror}") from None
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError as cause:
-        listener.close()
-        raise StartError(f"{where}: {cause.strerror}", hint="choose another --port, or --port 0") from None
-    return listener
-
-
-def _unix(path: Path) -> socket.socket:
-    """A socket at `path`, in place of one that nobody listens at any more."""
-    listener = socket.socket(socket.AF_UNIX)
-    try:
-        if path.exists() and stat.S_ISSOCK(path.stat().st_mode) and not _answers(path):
-            path.unlink()
-        before = os.umask(0o117)  # this user and group only
-        try:
-            listener.bind(os.fspath(path))
-        finally:
-            os.umask(before)
-        listener.listen(BACKLOG)
-    except OSError as cause:
-        listener.close()
-        raise StartError(f"--uds {path}: {cause.strerror or cause}", hint="choose another path") from None
-    return listener
-
-
-def _answers(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(os.fspath(path))
-        except ConnectionRefusedError:
-            return False
-        return True
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 import click
 
 from rvllm.backend.cuda.driver import devices
 from rvllm.errors import DeviceError
-from rvllm.program.cost import DEVICES, Device
+from rvllm.program.cost import DEVICES, Device, card_named
 
 DEFAULT_GPU = "h200"
 
@@ -17,15 +15,6 @@ gpu_option = click.option(
     type=click.Choice(list(DEVICES), case_sensitive=False),
     help=f"The card to reckon with.  [default: the one found, else {DEFAULT_GPU}]",
 )
-
-
-def card_named(name: str) -> Device | None:
-    """The card that a driver's device name means, such as "NVIDIA A100-SXM4-80GB"; None for an unknown one."""
-    words = re.findall(r"[a-z0-9]+", name.lower())
-    if "laptop" in words:  # another chip under the same number
-        return None
-    known = {*words, *(first + second for first, second in zip(words, words[1:]))}
-    return next((card for key, card in DEVICES.items() if known.issuperset(key.split("-"))), None)
 
 
 def card_found() -> Device | None:

@@ -21,7 +21,6 @@ from rvllm.bench.limit import Limits
 from rvllm.bench.runs import Workload
 from rvllm.bench.trust import check_outputs
 from rvllm.cli import check
-from rvllm.cli.gpus import card_named
 from rvllm.cli.machine import commit, machine
 from rvllm.cli.talk import Talk
 from rvllm.config import EngineConfig
@@ -31,7 +30,7 @@ from rvllm.engine.load import gpu_dtype, load_engine
 from rvllm.errors import WrongOutput
 from rvllm.model.files import Progress, locate
 from rvllm.model.source import Source, cache_dtype, context_length, open_source, record
-from rvllm.program.cost import Device
+from rvllm.program.cost import Device, card_named
 from rvllm.program.fuse import fuse
 from rvllm.version import VERSION
 

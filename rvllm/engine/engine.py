@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 from bisect import insort
 from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 
-from rvllm.engine.flight import Flight, allow_late, ask, ask_verified, new_sequence
+from rvllm.engine.flight import Flight, allow_late, ask, ask_verified, new_sequence, write_masks
+from rvllm.engine.garbage import uncollected
+from rvllm.engine.grammar import Grammars, Vocabulary, mask_words, matcher_for
 from rvllm.engine.holdings import Holdings
 from rvllm.engine.model import Model
-from rvllm.engine.request import RANK, Request, Sequence, TokenEvent, leave_family, take_out
+from rvllm.engine.request import RANK, Request, Sequence, TokenEvent, event_of, leave_family, take_out
 from rvllm.engine.scheduler import Limits, Plan, check_length, schedule
 from rvllm.engine.speculation import Speculator, Verification, most_ahead
 from rvllm.engine.step import advance, build_step, build_verification, slots_of
@@ -35,7 +36,7 @@ class Engine:
 
     def __init__(self, model: Model, limits: Limits) -> None:
         self._model = model
-        self.limits = limits
+        self.limits, self.program = limits, model.program
         self._held = Holdings(limits, length_independent(model.program))
         self._speculator = Speculator(limits.speculation, limits.max_rows)
         self._follows = model.runs_ahead
@@ -46,7 +47,8 @@ class Engine:
         self._ending: list[Sequence] = []  # ended, while the step in flight still writes to their blocks
         self._flight: Flight | None = None
         self._stuck = False  # whether those that wait have to, until something ends
-        self._counts = Counts()
+        self.counts = Counts()
+        self.grammars: Grammars | None = None  # once it knows its tokens' bytes
 
     @property
     def busy(self) -> bool:
@@ -70,13 +72,18 @@ class Engine:
     @property
     def load(self) -> Load:
         drafted = self._speculator.drafted
-        return self._counts.load(len(self._running), len(self._waiting), self._held.pool, drafted)
+        return self.counts.load(len(self._running), len(self._waiting), self._held.pool, drafted)
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache."""
         self._held.pool.forget()
         for sequence in self._running:  # nobody knows its blocks now, and later ones alone would never be found
             sequence.registered = 0
+
+    def learn(self, vocabulary: Vocabulary) -> Grammars:
+        """Take the tokens' bytes, for grammars; those that it has, where it has them. Raises BadRequest."""
+        self.grammars = self.grammars or Grammars(vocabulary, mask_words(self._model.program), self.limits.eos_ids)
+        return self.grammars
 
     def check(self) -> None:
         """Assert that blocks and slots are held by the sequences that are here, and by nobody else."""
@@ -92,7 +99,8 @@ class Engine:
     def add(self, *requests: Request) -> None:
         """Queue a request, or several completions of one prompt, which is then read once.
 
-        Raises PromptTooLong when the prompt leaves no room for a token; ids must be in range.
+        Raises PromptTooLong when the prompt leaves no room for a token, and BadRequest for a form of its text that
+        cannot be held to, unless the grammar is compiled already; ids must be in range.
         """
         first = requests[0]
         assert first.prompt_ids and all(one.params.max_tokens != 0 and one.id not in self._known for one in requests)
@@ -122,20 +130,9 @@ class Engine:
         self._stuck = False
         self._settle()
 
+    @uncollected
     def step(self) -> list[TokenEvent]:
-        """Go on by one step; the new tokens of the sequences that got one.
-
-        Garbage is collected before or after, not meanwhile: a pause would be one of every sequence.
-        """
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            return self._step()
-        finally:
-            if collects:
-                gc.enable()
-
-    def _step(self) -> list[TokenEvent]:
+        """Go on by one step; the new tokens of the sequences that got one. A pause would be one of them all."""
         if self._flight is None:
             self._flight = self._take_off()
         landing = self._flight
@@ -151,13 +148,14 @@ class Engine:
     # Before a step
 
     def _born(self, request: Request, keys: list[bytes]) -> Sequence:
-        self._counts.arrivals += 1
-        return new_sequence(request, keys, self.limits, arrival=self._counts.arrivals, turn=self._counts.steps)
+        matcher = matcher_for(self.grammars, request.params)
+        self.counts.arrivals += 1
+        return new_sequence(request, keys, self.limits, self.counts.arrivals, self.counts.steps, matcher)
 
     def _take_off(self) -> Flight | None:
         """Plan a step, make room for it and start it."""
         plan = schedule(self._running, self._waiting, self._held.pool, self.limits)
-        self._counts.steps += 1
+        self.counts.steps += 1
         for sequence in plan.preempted:
             self._preempt(sequence)
         for admission in plan.admitted:
@@ -173,7 +171,7 @@ class Engine:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to those that wait, with its tokens. Its full blocks stay in the cache until their room is wanted."""
-        self._counts.preemptions += 1
+        self.counts.preemptions += 1
         take_out(self._running, sequence)
         self._held.release(sequence)
         if sequence.scoring:
@@ -185,21 +183,23 @@ class Engine:
         self._held.begin(sequence, shared)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = sequence.computed
-            self._counts.prompt_tokens += len(sequence.request.prompt_ids)
-            self._counts.cached_tokens += sequence.computed
+            self.counts.prompt_tokens += len(sequence.request.prompt_ids)
+            self.counts.cached_tokens += sequence.computed
 
     def _seat(self, sequence: Sequence) -> None:
         """From those that wait to those that run."""
         take_out(self._waiting, sequence)
         insort(self._running, sequence, key=RANK)
+        sequence.begin()
 
     def _start(self, plan: Plan) -> Flight:
         size = self.limits.block_size
         step = build_step(plan.chunks, size, self._groups, self._held.tables)
         asked = ask(plan, step.query_starts.tolist())
+        write_masks(self.grammars, asked)
         if len(asked.places) != len(step.rows):
             step = replace(step, rows=np.array(asked.places, dtype=np.int32))
-        filled, number = [], self._counts.steps
+        filled, number = [], self.counts.steps
         for sequence, tokens in plan.chunks:
             leads = bool(sequence.siblings) and tokens == sequence.pending
             sequence.computed += tokens
@@ -219,7 +219,7 @@ class Engine:
             tuple(filled),
             self._follows and step.decode_tokens == len(step.ids) == len(asked.rows) and not plan.forks and asked.plain,
             asked.left,
-            self._model.start(step, asked.rows),
+            self._model.start(self.counts.start(step), asked.rows),
         )
 
     def _draft(self, plan: Plan) -> Verification | None:
@@ -246,12 +246,13 @@ class Engine:
         tokens = verification.filled(sequences)
         step = build_verification(sequences, tokens, self.limits.block_size, self._groups, self._held.tables)
         asked = ask_verified(sequences, tokens)
+        write_masks(self.grammars, asked)
         for sequence in sequences:
             sequence.computed += 1
-            sequence.turn = self._counts.steps
+            sequence.turn = self.counts.steps
         for sequence, row in zip(asked.sequences, asked.rows):
             row.slot = sequence.slot or 0
-        started = self._model.start(step, asked.rows, guessing=verification.guessing)
+        started = self._model.start(self.counts.start(step), asked.rows, guessing=verification.guessing)
         slots = slots_of(asked.sequences)
         return Flight(step, frozenset(sequences), slots, asked, (), False, 0, started, verification)
 
@@ -300,7 +301,7 @@ class Engine:
             step=step,
             filled=tuple((sequence, sequence.computed) for sequence in filling),
             left=flight.left - 1,
-            started=self._model.start(step, flight.asked.rows, follows=True),
+            started=self._model.start(self.counts.start(step), flight.asked.rows, follows=True),
         )
 
     def _guess_on(self, flight: Flight, verifies: Verification) -> Flight | None:
@@ -322,7 +323,7 @@ class Engine:
         for row in flight.asked.rows:
             row.position += 1  # where there is no room for guesses; the model knows the others' by itself
             allow_late(row)
-        started = self._model.start(step, flight.asked.rows, follows=True)
+        started = self._model.start(self.counts.start(step), flight.asked.rows, follows=True)
         return replace(flight, step=step, started=started, verifies=verifies.next())
 
     # After a step
@@ -359,9 +360,13 @@ class Engine:
         ids.append(token)
         if sequence.counted:
             sequence.output_counts[token] += 1
-        if sequence.told and len(ids) < sequence.limit and token not in sequence.stop_ids:
+        turns = len(ids) >= sequence.limit or token in sequence.stop_ids or sequence.matcher is not None
+        if sequence.told and not turns:
             return TokenEvent(sequence.request.id, token, sampled.logprob, sampled.top_logprobs, None, None)
-        return self._turning_point(sequence, sampled)
+        event = event_of(sequence, sampled)
+        if event.finish_reason is not None:
+            self._retire(sequence)
+        return event
 
     def _accept(self, flight: Flight, verifies: Verification, drawn: list[Sampled]) -> list[TokenEvent]:
         """The tokens of a step that verified guesses: each sequence's up to the first behind a guess that was wrong.
@@ -393,20 +398,6 @@ class Engine:
         tokens = len(sequence.token_ids)
         if self.limits.prefix_caching and tokens // self.limits.block_size > sequence.registered:
             self._held.register(sequence, tokens)
-
-    def _turning_point(self, sequence: Sequence, sampled: Sampled) -> TokenEvent:
-        """A token that is a sequence's first or ends it."""
-        token, name = sampled.token_id, sequence.request.id
-        stop_id = token if token in sequence.stop_ids else None
-        finish = "stop" if stop_id is not None else "length" if len(sequence.token_ids) >= sequence.limit else None
-        if finish is not None:
-            self._retire(sequence)
-        if sequence.told:
-            return TokenEvent(name, token, sampled.logprob, sampled.top_logprobs, finish, stop_id)
-        sequence.told = True
-        scores = tuple(sequence.scores) if sequence.scored else None
-        cached = sequence.cached_tokens
-        return TokenEvent(name, token, sampled.logprob, sampled.top_logprobs, finish, stop_id, cached, scores)
 
     def _retire(self, sequence: Sequence) -> None:
         """End a running sequence. Its blocks are free now, or when the flight that writes to them has landed."""

@@ -7,7 +7,7 @@ that were all wrong, twice as long each time: text that does not repeat is hardl
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -52,11 +52,15 @@ class Verification:
 
 @dataclass(slots=True)
 class Drafted:
-    """What has been guessed since the engine began: times a sequence had guesses, tokens, those that were right."""
+    """What has been guessed since the engine began: times a sequence had guesses, tokens, those that were right.
+
+    accepted_at: those that were right, by their place among their guesses.
+    """
 
     drafts: int = 0
     tokens: int = 0
     accepted: int = 0
+    accepted_at: list[int] = field(default_factory=list)
 
 
 class Speculator:
@@ -139,6 +143,10 @@ class Speculator:
         self.drafted.drafts += 1
         self.drafted.tokens += drafted
         self.drafted.accepted += accepted
+        at = self.drafted.accepted_at
+        at += [0] * (accepted - len(at))
+        for place in range(accepted):
+            at[place] += 1
         past_of(sequence).learn(accepted)
 
     def _hopeful(self, sequence: Sequence) -> Past | None:

@@ -21,14 +21,17 @@ from importlib import import_module
 from pathlib import Path
 from types import FrameType
 
+from rvllm.config import EngineConfig
 from rvllm.engine.device import choose_device
 from rvllm.engine.engine import Engine
 from rvllm.engine.load import load_engine
+from rvllm.engine.scheduler import Limits
 from rvllm.link.messages import Facts, Malformed, Message, Note, Progress, Start, fatal
 from rvllm.link.process import remove_address
 from rvllm.link.server import LAST_WORDS_S, RECEIVE_BYTES, Front, Server
 from rvllm.model.files import locate
 from rvllm.model.source import open_source
+from rvllm.program.cost import Traffic
 
 PROGRESS_EVERY_S = 0.1
 
@@ -80,9 +83,11 @@ def load(start: Start, say: Say) -> tuple[Engine, Facts]:
     def note(text: str) -> None:
         say(Note(text))
 
+    begin_s = time.monotonic()
     files = locate(config.model, offline=config.offline, progress=progress)
     source = open_source(files, load_format=config.load_format, warn=note)
     device = choose_device(config.device, note)
+    opened_s = time.monotonic()
     engine = load_engine(
         source,
         replace(config, device=device),
@@ -91,7 +96,25 @@ def load(start: Start, say: Say) -> tuple[Engine, Facts]:
         progress=progress,
         warn=note,
     )
-    return engine, Facts(config.model, device_name(device), engine.limits, config.max_logprobs)
+    startup = (("open_model", opened_s - begin_s), ("load_engine", time.monotonic() - opened_s))
+    name = device_name(device)
+    traffic = Traffic.of(engine.program, name, engine.limits.max_model_len)
+    return engine, Facts(
+        config.model, name, engine.limits, config.max_logprobs, startup, cache_settings(config, engine.limits), traffic
+    )
+
+
+def cache_settings(config: EngineConfig, limits: Limits) -> tuple[tuple[str, str], ...]:
+    """The cache's settings by vLLM's names."""
+    return (
+        ("block_size", str(limits.block_size)),
+        ("num_gpu_blocks", str(limits.blocks)),
+        ("cache_dtype", config.kv_cache_dtype),
+        ("enable_prefix_caching", str(limits.prefix_caching)),
+        ("gpu_memory_utilization", str(config.gpu_memory_utilization)),
+        ("num_gpu_blocks_override", str(config.num_gpu_blocks_override)),
+        ("kv_cache_memory_bytes", str(config.kv_cache_memory_bytes)),
+    )
 
 
 def device_name(device: str) -> str:

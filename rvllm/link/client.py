@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rvllm.engine.grammar import Vocabulary
 from rvllm.engine.request import Request, TokenEvent
 from rvllm.errors import EngineDied, RvllmError
 from rvllm.link.messages import (
@@ -25,6 +27,7 @@ from rvllm.link.messages import (
     Fatal,
     Frames,
     FromEngine,
+    Learn,
     Malformed,
     Message,
     Note,
@@ -64,21 +67,26 @@ class Stream:
 
     It ends with the token that has a finish reason, or when it is aborted; either way of reading raises the error that
     ended it. What nobody reads is kept: no more than the tokens that the request may have.
+
+    times_s: when each of the tokens last taken came, on the monotonic clock.
     """
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.ended = False
+        self.times_s: list[float] = []
         self._events: deque[TokenEvent] = deque()
+        self._came_s: list[float] = []
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def take(self) -> list[TokenEvent]:
         """What came since it was asked last, perhaps nothing. Raises what ended the request, once all is taken."""
         if not self._events and self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)  # many raise it, and each adds to its traceback
         events = list(self._events)
         self._events.clear()
+        self.times_s, self._came_s = self._came_s, []
         return events
 
     async def wait(self) -> None:
@@ -100,13 +108,15 @@ class Stream:
     async def __anext__(self) -> TokenEvent:
         await self.wait()
         if self._events:
+            del self._came_s[0]
             return self._events.popleft()
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)
         raise StopAsyncIteration
 
-    def put(self, event: TokenEvent) -> None:
+    def put(self, event: TokenEvent, came_s: float) -> None:
         self._events.append(event)
+        self._came_s.append(came_s)
         self.ended = event.finish_reason is not None
         self._wake()
 
@@ -145,6 +155,7 @@ class Client(ABC):
 
     def __init__(self, parent: Parent) -> None:
         self.facts: Facts | None = None  # once it is ready
+        self.taught = False  # whether it knows what its tokens stand for
         self.stopping = False  # it takes no more requests, and its end will be no failure
         self.error: Exception | None = None  # what ended the link
         self._parent = parent
@@ -159,6 +170,11 @@ class Client(ABC):
         self._write(Submit(tuple(requests)))
         self._streams.update(streams)
         return list(streams.values())
+
+    def teach(self, vocabulary: Vocabulary) -> None:
+        """Tell what tokens stand for, before the first request with structured_outputs. Raises EngineDied."""
+        self._write(Learn(vocabulary))
+        self.taught = True
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Forget requests, whatever has become of them, and end their streams."""
@@ -175,7 +191,7 @@ class Client(ABC):
     def _write(self, message: Message) -> None:
         """Raises EngineDied when the link has ended."""
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(None)
         self._send(frame(message))
 
     @abstractmethod
@@ -194,11 +210,12 @@ class Client(ABC):
 
     def _handle(self, message: FromEngine) -> None:
         if isinstance(message, Tokens):
+            came_s = time.monotonic()
             for event in message.events:
                 stream = self._streams.get(event.request_id)
                 if stream is None:
                     continue  # aborted while this was on its way
-                stream.put(event)
+                stream.put(event, came_s)
                 if stream.ended:
                     del self._streams[event.request_id]
         elif isinstance(message, Failed):

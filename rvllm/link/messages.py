@@ -15,10 +15,12 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from rvllm.config import EngineConfig
+from rvllm.engine.grammar import Vocabulary
 from rvllm.engine.request import Request, TokenEvent
 from rvllm.engine.scheduler import Limits
-from rvllm.engine.tally import Load
+from rvllm.engine.tally import Histogram, Load
 from rvllm.errors import BadRequest, EngineError, RvllmError
+from rvllm.program.cost import Traffic
 
 MOST_BYTES = 64 << 20
 """Of one message. The longest is a request: five bytes a token."""
@@ -38,12 +40,19 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Facts(msgspec.Struct, frozen=True, array_like=True):
-    """What a front has to know of the engine. `device`: "cpu", or the GPU's name."""
+    """What a front has to know of the engine. `device`: "cpu", or the GPU's name.
+
+    startup_s: what its process did until it was ready, and for how long. cache: the cache's settings, for those who
+    watch it. traffic: None where it is not known.
+    """
 
     model: str
     device: str
     limits: Limits
     max_logprobs: int
+    startup_s: tuple[tuple[str, float], ...] = ()
+    cache: tuple[tuple[str, str], ...] = ()
+    traffic: Traffic | None = None
 
 
 # --- From a front
@@ -55,6 +64,12 @@ class Start(Message, frozen=True):
     config: EngineConfig
     vocab_limit: int
     eos_ids: frozenset[int]
+
+
+class Learn(Message, frozen=True):
+    """What the tokens stand for; before the first request whose text must have a form. Once told, it stays."""
+
+    vocabulary: Vocabulary
 
 
 class Submit(Message, frozen=True):
@@ -119,10 +134,13 @@ class Failed(Message, frozen=True):
 
 
 class Stats(Message, frozen=True):
-    """The answer to AskStats. `steps` since the start."""
+    """The answer to AskStats: since the start, `steps`, the time and the tokens of each, and pauses for garbage."""
 
     load: Load
     steps: int
+    step_s: Histogram
+    step_tokens: Histogram
+    gc_s: Histogram
 
 
 class Stopping(Message, frozen=True):
@@ -136,7 +154,7 @@ class Fatal(Message, frozen=True):
     trace: str
 
 
-FromFront = Start | Submit | Abort | AskStats | Shutdown
+FromFront = Start | Learn | Submit | Abort | AskStats | Shutdown
 FromEngine = Progress | Note | Ready | Tokens | Failed | Stats | Stopping | Fatal
 Said = TypeVar("Said")
 

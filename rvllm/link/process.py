@@ -42,14 +42,14 @@ class EngineProcess:
 
     def __init__(self, loader: str = LOADER) -> None:
         """Start it: it imports what it needs while the parent finds out what to `load`. Raises StartError."""
-        command = [*_python(), "-c", _ENTER, loader]
+        command = [*python(), "-c", _ENTER, loader]
         listener, self.address = _listen()
         self.link, its_link = socket.socketpair()
         with listener, its_link:
             descriptors = (its_link.fileno(), listener.fileno())
             try:
                 self._process = subprocess.Popen(
-                    [*command, *map(str, descriptors), *_paths()],
+                    [*command, *map(str, descriptors), *paths()],
                     pass_fds=descriptors,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,  # which is for data
@@ -81,7 +81,7 @@ class EngineProcess:
             return "the engine process has closed its link but goes on"
         if code >= 0:
             return f"the engine process ended with exit code {code}"
-        return f"the engine process was killed by {_signal_name(-code)}"
+        return f"the engine process was killed by {signal_name(-code)}"
 
     def stop(self, timeout_s: float = EXIT_WAIT_S) -> int:
         """Close the link and see the process end, by force after `timeout_s`; its exit code."""
@@ -124,7 +124,7 @@ def _listen() -> tuple[socket.socket, Path]:
     return listener, address
 
 
-def _python() -> Iterator[str]:
+def python() -> Iterator[str]:
     """This interpreter, as this process was started, but without site: what that found is in sys.path already.
 
     What .pth files of installed packages import could else come before, and mix with, what the one file brings.
@@ -140,13 +140,13 @@ def _python() -> Iterator[str]:
         yield "-B"
 
 
-def _paths() -> list[str]:
+def paths() -> list[str]:
     """sys.path, with the folder that we come from where an import hook, or the working folder, led to it."""
     home = str(Path(rvllm.__file__).parents[1])
     return sys.path if home in sys.path else [home, *sys.path]
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -17,7 +17,9 @@ from itertools import groupby
 
 from rvllm.engine.engine import Engine
 from rvllm.engine.request import Request, TokenEvent, check_request
+from rvllm.engine.tally import Histogram
 from rvllm.errors import BadRequest, EngineError, RvllmError
+from rvllm.link.compiling import Compiler
 from rvllm.link.messages import (
     Abort,
     AskStats,
@@ -25,6 +27,7 @@ from rvllm.link.messages import (
     Failed,
     Frames,
     FromFront,
+    Learn,
     Malformed,
     Message,
     Note,
@@ -53,14 +56,20 @@ TERMINATE_DRAIN_S = 30.0
 IDLE_BEFORE_COLLECT_S = 0.05
 STEPS_BEFORE_COLLECT = 10_000
 
+STEP_S = (0.001, 0.002, 0.003, 0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # vLLM's
+PAUSE_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1)
+"""Bounds of what is counted for those who watch."""
+
 
 def _shared(request: Request) -> tuple[object, ...]:
     """Neighbours of which this is the same are completions of one prompt, which is then read once.
 
-    Not where the prompt's own log-probabilities are wanted: those are told of the request that reads it.
+    Not where the prompt's own log-probabilities are wanted: those are told of the request that reads it. The form of
+    the text is part of it: a grammar is compiled for all of them.
     """
     alone = request.id if request.params.prompt_logprobs is not None else None
-    return request.prompt_ids, request.cache_salt, request.priority, alone
+    return request.prompt_ids, request.cache_salt, request.priority, alone, request.params.structured_outputs
 
 
 class Front:
@@ -112,15 +121,21 @@ class Server:
     ) -> None:
         self._engine, self._facts = engine, facts
         self._parent, self._listener, self._terminate = parent, listener, terminate
-        self._owners: dict[str, Front] = {}  # of every request in the engine
+        self._owners: dict[str, Front] = {}  # of every request in the engine, or with the compiler
+        self._compiler: Compiler[Front] = Compiler(engine)
+        self._compiling: dict[str, Request] = {}  # those that wait for it
         self._fronts = {parent}
         self._steps = 0
         self._uncollected_steps = 0
+        self._computed_tokens = 0
+        self._step_s, self._step_tokens = Histogram.empty(STEP_S), Histogram.empty(STEP_TOKENS)
+        self._gc_s = Histogram.empty(PAUSE_S)
         self._stop_at_s: float | None = None  # on the monotonic clock
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._selector.register(terminate, selectors.EVENT_READ, self._end_soon)
+        self._selector.register(self._compiler.ready, selectors.EVENT_READ, self._add_compiled)
 
     def run(self) -> None:
         """Serve until the parent is gone or has said Shutdown. Raises whatever the engine raises, its words sent."""
@@ -143,18 +158,27 @@ class Server:
         for front in self._parent_last():
             front.close(max(end_s - time.monotonic(), 0.0))
         self._selector.close()
+        self._compiler.close()
 
     # --- The engine
 
     def _step(self) -> None:
         if not self._engine.busy:  # a front may just have taken its requests away
             return
+        begin_s = time.monotonic()
         events = self._engine.step()
-        self._steps += 1
+        self._count_step(time.monotonic() - begin_s)
         self._uncollected_steps += 1
         self.publish(events)
         if self._uncollected_steps >= STEPS_BEFORE_COLLECT:
             self._collect()
+
+    def _count_step(self, seconds: float) -> None:
+        computed = self._engine.counts.computed_tokens
+        self._step_s.add(seconds)
+        self._step_tokens.add(computed - self._computed_tokens)
+        self._computed_tokens = computed
+        self._steps += 1
 
     def publish(self, events: list[TokenEvent]) -> None:
         """Send each front what a step made for it, in one message."""
@@ -175,7 +199,9 @@ class Server:
             self._attend(None)
 
     def _collect(self) -> None:
+        begin_s = time.monotonic()
         gc.collect()
+        self._gc_s.add(time.monotonic() - begin_s)
         self._uncollected_steps = 0
 
     def _submit(self, front: Front, requests: tuple[Request, ...]) -> None:
@@ -190,21 +216,38 @@ class Server:
                 self._send(front, Failed(request.id, failure_of(cause)))
             else:
                 good[request.id] = request
-        for _, group in groupby(good.values(), _shared):
-            self._add(front, list(group))
-
-    def _add(self, front: Front, group: list[Request]) -> None:
-        if front.closed:  # gone since it sent this
-            return
-        try:
-            self._engine.add(*group)
-        except BadRequest as cause:
+        for _, same in groupby(good.values(), _shared):
+            group = list(same)
+            if front.closed:  # gone since it sent this
+                return
             for request in group:
+                self._owners[request.id] = front
+                front.held.add(request.id)
+            if group[0].params.structured_outputs is None:
+                self._add(front, group)
+            else:
+                self._compiling |= {request.id: request for request in group}
+                self._compiler.compile(front, group)
+
+    def _add(self, front: Front, group: list[Request], error: RvllmError | None = None) -> None:
+        """Put requests into the engine that are a front's, unless there is an error: then say so."""
+        try:
+            if error is not None:
+                raise error
+            self._engine.add(*group)
+        except RvllmError as cause:
+            for request in group:
+                self._forget(request.id)
                 self._send(front, Failed(request.id, failure_of(cause)))
-            return
-        for request in group:
-            self._owners[request.id] = front
-            front.held.add(request.id)
+
+    def _add_compiled(self) -> None:
+        """Put those into the engine whose grammars are compiled, and who are still wanted."""
+        for done in self._compiler.take():
+            wanted = [one for one in done.requests if self._compiling.get(one.id) is one]
+            for request in wanted:
+                del self._compiling[request.id]
+            if wanted:
+                self._add(done.owner, wanted, done.error)
 
     def _check(self, request: Request) -> None:
         """Raises BadRequest for what cannot be run, and EngineError while the engine is stopping."""
@@ -224,6 +267,7 @@ class Server:
 
     def _forget(self, request_id: str) -> None:
         self._owners.pop(request_id).held.remove(request_id)
+        self._compiling.pop(request_id, None)
 
     def _abort(self, request_id: str) -> None:
         self._forget(request_id)
@@ -279,12 +323,15 @@ class Server:
     def _handle(self, front: Front, message: FromFront) -> None:
         if isinstance(message, Submit):
             self._submit(front, message.requests)
+        elif isinstance(message, Learn):
+            self._compiler.learn(message.vocabulary)
         elif isinstance(message, Abort):
             for request_id in message.ids:
                 if request_id in front.held:
                     self._abort(request_id)
         elif isinstance(message, AskStats):
-            self._send(front, Stats(self._engine.load, self._steps))
+            load = self._engine.load
+            self._send(front, Stats(load, self._steps, self._step_s, self._step_tokens, self._gc_s))
         elif isinstance(message, Shutdown) and front is self._parent:
             self._stop(message.drain_s)
         else:
@@ -328,7 +375,8 @@ class Server:
     def _ended(self) -> bool:
         if self._parent.closed:
             return True
-        return self._stop_at_s is not None and (not self._engine.busy or time.monotonic() >= self._stop_at_s)
+        busy = self._engine.busy or self._compiling
+        return self._stop_at_s is not None and (not busy or time.monotonic() >= self._stop_at_s)
 
     def _stop(self, drain_s: float) -> None:
         """Take no more requests; end when those there are through, or `drain_s` seconds from now."""

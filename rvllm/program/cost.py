@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from rvllm.program.fuse import hidden
@@ -59,6 +60,35 @@ DEVICES = {
         _device("b200", 178.0, 8.0, 2250),
     )
 }
+
+
+def card_named(name: str) -> Device | None:
+    """The card that a driver's device name means, such as "NVIDIA A100-SXM4-80GB"; None for an unknown one."""
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    if "laptop" in words:  # another chip under the same number
+        return None
+    known = {*words, *(first + second for first, second in zip(words, words[1:]))}
+    return next((card for key, card in DEVICES.items() if known.issuperset(key.split("-"))), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What steps must read at the least: `weight_bytes` each, and `token_bytes` for a token in the cache.
+
+    bytes_per_s: what the device's memory gives at the most, where that is known.
+    """
+
+    weight_bytes: int
+    token_bytes: float
+    bytes_per_s: float | None
+
+    @classmethod
+    def of(cls, program: Program, device: str, context: int) -> Traffic:
+        """Of a program on the device of that name; windows count at the mean of sequences of `context` tokens."""
+        short, long = cost(program, Load(1, 1, 1)), cost(program, Load(1, 1, context + 1))
+        card = card_named(device)
+        grown = sum(op.nbytes for op in long) - sum(op.nbytes for op in short)
+        return cls(sum(op.weight_bytes for op in short), grown / context, card.bytes_per_s if card else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -328,7 +328,7 @@ def test_who_waits_for_several_streams_is_woken_by_any() -> None:
         waiting = asyncio.create_task(news(streams))
         await asyncio.sleep(0)
         assert not waiting.done()
-        streams[place].put(TokenEvent(str(place), 5, None, (), None, None))
+        streams[place].put(TokenEvent(str(place), 5, None, (), None, None), 0.0)
         await asyncio.wait_for(waiting, DEATH_S)
         await asyncio.wait_for(news(streams), DEATH_S)  # what is there already
         assert [event.token_id for event in streams[place].take()] == [5]

@@ -24,8 +24,10 @@ from rvllm.backend.cuda.model import CudaModel, StepLimits
 from rvllm.backend.cuda.slots import slot_bytes
 from rvllm.backend.cuda.step_block import padded_sequences, padded_tokens
 from rvllm.engine.block_pool import blocks_for
+from rvllm.engine.engine import Engine
+from rvllm.engine.grammar import Vocabulary
 from rvllm.engine.request import Request, Sequence
-from rvllm.engine.scheduler import Chunk
+from rvllm.engine.scheduler import Chunk, Limits
 from rvllm.engine.step import build_step
 from rvllm.model.files import ModelFiles
 from rvllm.model.source import Source, open_source, record, weights_for
@@ -35,6 +37,7 @@ from rvllm.program.ops import Tensor
 from rvllm.program.program import Program, Step
 from rvllm.sampling.params import SamplingParams
 from rvllm.sampling.sampler import SamplingRow, sample_rows
+from rvllm.sampling.structured import StructuredOutputsParams
 from tests.kernels.host_device import HostDevice
 
 REFERENCE = Path(__file__).parents[1] / "reference"
@@ -326,3 +329,35 @@ def test_a_matrix_is_described_once_and_others_beside_it() -> None:
     assert np.array_equal(found, device.matrix_map(256, 10, 64, 64))
     places = {maps(256, rows, 64, 64) for rows in range(1, 2 * AT_ONCE)}
     assert len(places) == 2 * AT_ONCE - 1 and all(place % 64 == 0 for place in places)
+
+
+def test_texts_have_their_form_beside_others_that_have_none() -> None:
+    source = opened("llama-gqa-tied-llama3-rope")
+    model = cuda_model(source, BF16, "t80")
+    vocab = source.config.vocab_size
+    limits = Limits(
+        max_model_len=LONGEST,
+        block_size=BLOCK,
+        blocks=PLACES * blocks_for(LONGEST, BLOCK),
+        max_num_seqs=3,
+        max_num_batched_tokens=32,
+        prefill_chunk=16,
+        vocab_limit=vocab,
+        eos_ids=frozenset({2}),
+    )
+    engine = Engine(model, limits)
+    tokens = [b"", b"", b"<end>"] + [bytes([97 + number % 5]) for number in range(vocab - 3)]
+    engine.learn(Vocabulary(tuple(tokens), frozenset()))
+    choices = ("abc", "abd", "dead", "ace")
+    form = SamplingParams(max_tokens=9, temperature=0.9, structured_outputs=StructuredOutputsParams(choice=choices))
+    free = SamplingParams(max_tokens=9, temperature=0.9, ignore_eos=True)
+    for number in range(8):
+        engine.add(Request(str(number), (5, 6, 7 + number), free if number % 4 == 3 else form, number))
+    texts: dict[str, bytes] = {}
+    while engine.busy:
+        for event in engine.step():
+            if event.stop_id is None:
+                texts[event.request_id] = texts.get(event.request_id, b"") + tokens[event.token_id]
+    formed = {texts[str(number)].decode() for number in range(8) if number % 4 != 3}
+    assert formed <= set(choices) and len(formed) > 1
+    assert all(texts[name].decode() not in choices for name in ("3", "7"))

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from rvllm.api.cors import Cors
 from rvllm.api.errors import HttpError
-from rvllm.api.http import MOST_BODY_BYTES, App, Exchange, Routes, while_connected
+from rvllm.api.http import App, Exchange, Routes, Rules, while_connected
+from rvllm.api.log import Log
 from rvllm.api.requests import ChatBody, CompletionBody, SamplingBody, parse
 from rvllm.errors import BadRequest, EngineDied, PromptTooLong
 from rvllm.sampling.params import SamplingParams
@@ -28,6 +30,7 @@ def ask(
     method: str = "POST",
     body: tuple[bytes, ...] = (b"{}",),
     headers: dict[str, str] = {},  # noqa: B006
+    root_path: str = "",
     **how: Any,
 ) -> tuple[int, dict[str, str], bytes]:
     """Status, headers and body of what an App of these routes answers."""
@@ -42,7 +45,7 @@ def ask(
         sent.append(message)
 
     raw = [(key.encode(), value.encode()) for key, value in headers.items()]
-    scope = {"type": "http", "path": path, "method": method, "headers": raw}
+    scope = {"type": "http", "path": path, "method": method, "headers": raw, "root_path": root_path}
     asyncio.run(App(routes, **how)(scope, receive, send))
     if not sent:
         return 0, {}, b""
@@ -80,7 +83,7 @@ def test_a_body_comes_in_parts() -> None:
         ({"path": "/b/", "method": "GET"}, 404),
         ({"method": "GET"}, 405),
         ({"headers": {"content-type": "text/plain"}}, 415),
-        ({"headers": {"content-length": str(MOST_BODY_BYTES + 1)}}, 413),
+        ({"headers": {"content-length": str((32 << 20) + 1)}}, 413),
         ({"headers": {"content-length": "-1"}}, 413),
         ({"body": (b"a" * (1 << 20),) * 33}, 413),
     ],
@@ -123,10 +126,19 @@ def test_errors_have_their_status_and_code(error: Exception, status: int, code: 
     assert begun == 200 and end == b"" and json.loads(last.removeprefix(b"data: ")) == json.loads(body)
 
 
-def test_a_fault_of_ours_shows_no_words_of_it(capsys: pytest.CaptureFixture[str]) -> None:
-    status, _, body = ask(failing(ValueError("/secret/path")))
+@pytest.mark.parametrize("stacks", [False, True])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_fault_of_ours_shows_its_words_only_in_a_log_that_may(
+    capsys: pytest.CaptureFixture[str], stacks: bool, as_json: bool
+) -> None:
+    log = Log(print, as_json=as_json, stacks=stacks)
+    status, _, body = ask(failing(ValueError("/secret/path")), fault=log.fault, headers={"x-request-id": "r7"})
     assert status == 500 and b"secret" not in body and b"ValueError" in body
-    assert "/secret/path" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert ("/secret/path" in said) == ("Traceback" in said) == stacks
+    assert "ValueError at test_api.py:" in said and "r7" in said
+    if as_json:
+        assert {"time", "level", "message"} <= set(json.loads(said))
 
 
 def test_a_key_is_asked_for_before_anything_is_told() -> None:
@@ -162,13 +174,90 @@ def test_an_error_of_the_work_is_the_answer_while_the_client_is_there() -> None:
         raise AssertionError
 
     async def run() -> None:
-        await while_connected(Exchange({"headers": []}, wait, _nothing), work())
+        await while_connected(Exchange({"headers": [], "path": "/"}, wait, _nothing, Rules()), work())
 
     with pytest.raises(BadRequest):
         asyncio.run(run())
 
 
+def test_work_that_takes_too_long_ends_with_an_error_of_its_own() -> None:
+    async def wait() -> Message:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    async def run() -> None:
+        rules = Rules(request_s=0.05)
+        await while_connected(Exchange({"headers": [], "path": "/"}, wait, _nothing, rules), asyncio.sleep(60))
+
+    with pytest.raises(HttpError) as late:
+        asyncio.run(run())
+    assert (late.value.status, late.value.code) == (504, "timeout")
+
+
 async def _nothing(message: Message) -> None: ...
+
+
+# --- Pages of other origins
+
+PREFLIGHT = {
+    "origin": "https://a.example",
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization, Content-Type",
+}
+
+
+def test_a_preflight_needs_no_key_and_the_reply_without_one_can_be_read() -> None:
+    how: dict[str, Any] = {"keys": ["K"], "rules": Rules(cors=Cors(("https://a.example",)))}
+    status, headers, body = ask(ECHO, method="OPTIONS", headers=PREFLIGHT, **how)
+    assert (status, body) == (200, b"")
+    assert headers["access-control-allow-origin"] == "https://a.example" and headers["vary"] == "origin"
+    assert "POST" in headers["access-control-allow-methods"].split(", ")
+    assert headers["access-control-allow-headers"].split(", ") == ["authorization", "content-type"]
+    status, headers, _ = ask(ECHO, headers={"origin": "https://a.example"}, **how)
+    assert status == 401 and headers["access-control-allow-origin"] == "https://a.example"
+
+
+@pytest.mark.parametrize(
+    ("cors", "change"),
+    [
+        (Cors(("https://a.example",)), {"origin": "https://b.example"}),
+        (Cors(("*",), methods=("GET",)), {}),
+        (Cors(("*",), headers=("Content-Type",)), {}),
+    ],
+)
+def test_a_preflight_for_what_is_not_allowed_is_refused(cors: Cors, change: dict[str, str]) -> None:
+    status, headers, body = ask(ECHO, method="OPTIONS", headers=PREFLIGHT | change, rules=Rules(cors=cors))
+    assert status == 400 and json.loads(body)["error"]["code"] == "cors"
+    if change:
+        assert "access-control-allow-origin" not in headers
+
+
+def test_any_page_may_ask_where_all_may_and_none_by_default() -> None:
+    anyone = ask(ECHO, headers={"origin": "https://b.example"}, rules=Rules(cors=Cors(("*",))))[1]
+    assert anyone["access-control-allow-origin"] == "*" and "vary" not in anyone
+    cookies = Rules(cors=Cors(("*",), credentials=True))
+    named = ask(ECHO, headers={"origin": "https://b.example"}, rules=cookies)[1]
+    assert named["access-control-allow-origin"] == "https://b.example" and named["vary"] == "origin"
+    assert named["access-control-allow-credentials"] == "true"
+    assert ask(ECHO, method="OPTIONS", headers=PREFLIGHT)[0] == 405
+    closed = ask(ECHO, headers={"origin": "https://b.example"})[1]
+    assert not [name for name in closed if name.startswith("access-control")]
+
+
+# --- Names of requests
+
+
+@pytest.mark.parametrize(("given", "kept"), [("abc-1", True), ("", False), ("a b", False), ("x" * 129, False)])
+def test_a_request_has_the_id_it_brought_where_that_can_be_told(given: str, kept: bool) -> None:
+    found = ask(ECHO, headers={"x-request-id": given})[1]["x-request-id"]
+    assert (found == given) == kept and found
+    assert ask({}, headers={"x-request-id": given})[1]["x-request-id"]  # errors too
+
+
+@pytest.mark.parametrize(("path", "status"), [("/x/a", 200), ("/x/x/a", 200), ("/a", 200), ("/x/x/x/a", 404)])
+def test_what_it_is_mounted_at_is_no_part_of_the_path(path: str, status: int) -> None:
+    """uvicorn puts --root-path before every path; a proxy may have left it there."""
+    assert ask(ECHO, path, root_path="/x")[0] == status
 
 
 # --- Bodies
@@ -231,3 +320,18 @@ def test_bytes_of_tokens_joined_are_the_texts_bytes(kind: str, tmp_path: Path) -
     data = b"".join(texts.of(token)[1] for token in ids)
     assert data.removeprefix(b" " if kind == "spm" else b"") == text.encode()
     assert all(bytes(texts.of(token)[0], "utf-8") == texts.of(token)[1] for token in ids if len(texts.of(token)[1]) > 1)
+
+
+@pytest.mark.parametrize("kind", ["bytelevel", "spm"])
+def test_a_vocabulary_has_every_tokens_bytes_as_it_stands_in_a_text(kind: str, tmp_path: Path) -> None:
+    words = ("Hello", " world", "  two", "   ", "x  ", '{"a', "<think>")
+    made = tiny_tokenizer(kind, words)
+    (tmp_path / "tokenizer.json").write_text(made.json, encoding="utf-8")
+    tokenizer = Tokenizer.from_pretrained(str(tmp_path))
+    vocabulary = TokenTexts(tokenizer).vocabulary(tokenizer.vocab_size + 3, plain=("<|im_end|>",))
+    assert [vocabulary.tokens[made.id(word)].decode() for word in words] == list(words)
+    assert [vocabulary.tokens[made.first_byte + byte] for byte in range(256)] == [bytes([byte]) for byte in range(256)]
+    assert vocabulary.tokens[tokenizer.vocab_size :] == (b"", b"", b"")
+    assert vocabulary.tokens[made.id("<|eos|>")] == b"<|eos|>"
+    assert {"<|eos|>", "<|im_start|>"} <= {vocabulary.tokens[token].decode() for token in vocabulary.special_ids}
+    assert made.id("<|im_end|>") not in vocabulary.special_ids

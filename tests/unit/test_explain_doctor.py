@@ -18,7 +18,6 @@ from rvllm.cli import gpus
 from rvllm.cli.explain import Run, fold, step_load
 from rvllm.cli.failure import Debug
 from rvllm.cli.fit import RUNTIME_BYTES, on_cpu, on_gpu
-from rvllm.cli.gpus import card_named
 from rvllm.cli.machine import commit, cpu, free_memory, memory
 from rvllm.cli.main import commands
 from rvllm.cli.model import OpenedModel, open_model
@@ -26,6 +25,7 @@ from rvllm.cli.options import in_gib
 from rvllm.config import CPU_CACHE_BYTES
 from rvllm.errors import DeviceError, StartError
 from rvllm.model.source import cache_dtype
+from rvllm.program.cost import card_named
 from rvllm.program.dtype import BF16, E4M3, F16, F32
 from rvllm.version import VERSION
 from tests.fixtures.models import Shape, chain_model, edit_json, random_model

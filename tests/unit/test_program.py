@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rvllm.model.config import ModelConfig, model_config
 from rvllm.model.llama import record_llama
-from rvllm.program.cost import DEVICES, Load, cost, tensor_bytes
+from rvllm.program.cost import DEVICES, Load, Traffic, cost, tensor_bytes
 from rvllm.program.dtype import BF16, E4M3, F32, Q8_0, DType
 from rvllm.program.fuse import ALL_KERNELS, fuse, hidden
 from rvllm.program.ops import Fused, Kind, Tensor, kernel_stem, parts, reads
@@ -150,6 +150,14 @@ def test_the_limit_of_qwen_1_5b_on_an_h200_is_what_its_bytes_say(program: Progra
     costs = cost(fuse(program, ALL_KERNELS), Load(tokens=1, sequences=1, context=512))
     seconds = sum(device.seconds(c.nbytes, c.flops) for c in costs)
     assert 1 / seconds == pytest.approx(1509, rel=0.01)  # 3.09 GB and 14 MB of cache at 4.68 TB/s
+
+
+def test_what_steps_must_read_is_the_weights_and_the_cached_tokens(program: Program) -> None:
+    traffic = Traffic.of(fuse(program, ALL_KERNELS), "NVIDIA H200", 4096)
+    assert traffic.weight_bytes == 2 * (1_543_714_304 + 1536)
+    assert traffic.token_bytes == pytest.approx(28 * 2 * 2 * 128 * 2, rel=1e-3)  # layers, k and v, heads, dim, bf16
+    assert traffic.bytes_per_s == DEVICES["h200"].bytes_per_s
+    assert Traffic.of(program, "cpu", 100).bytes_per_s is None
 
 
 def test_flops_of_a_prompt_are_two_a_weight_and_token(program: Program) -> None:

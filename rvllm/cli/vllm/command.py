@@ -64,8 +64,9 @@ class VllmCommand(click.Command):
             model = next(param for param in self.params if param.name == "model")
             ctx.params["model"] = model.default
         if not ctx.params.get("quiet"):
+            as_json = ctx.params.get("log_format") == "json"
             for note in ctx.meta[_NOTES]:
-                click.echo(f"note: {note}", err=True)
+                click.echo(json.dumps({"level": "info", "message": note}) if as_json else f"note: {note}", err=True)
         return left
 
     def _others(self, own: Sequence[click.Parameter]) -> list[click.Parameter]:

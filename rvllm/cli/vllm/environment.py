@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 HONOURED: Mapping[str, str] = {
     "VLLM_API_KEY": "--api-key",
     "VLLM_BATCH_INVARIANT": "--batch-invariant",
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "--keep-alive-timeout",
 }
 """Variables that stand for an option where neither the command line nor a file gives it."""
 
@@ -53,7 +54,7 @@ WARNED: Mapping[str, str] = {
     "VLLM_NCCL_SO_PATH": _ONE_GPU,
     "VLLM_CPU_KVCACHE_SPACE": "say --kv-cache-memory-bytes, as in 8GiB",
     "VLLM_CPU_OMP_THREADS_BIND": "run the command under taskset or numactl",
-    "VLLM_LOGGING_LEVEL": "say --verbose or --quiet",
+    "VLLM_LOGGING_LEVEL": "say --verbose, --quiet or --log-format",
     "VLLM_CONFIGURE_LOGGING": "logs go to stderr",
     "VLLM_LOGGING_CONFIG_PATH": "logs go to stderr",
     "VLLM_LOG_STATS_INTERVAL": "read /metrics",
@@ -65,7 +66,6 @@ WARNED: Mapping[str, str] = {
     "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "the server ends with its engine",
     "VLLM_ENGINE_ITERATION_TIMEOUT_S": "an engine that ends is known at once",
     "VLLM_RPC_TIMEOUT": "an engine that ends is known at once",
-    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "it is not done",
     "VLLM_PLUGINS": "no code is loaded but rvllm's own",
 }
 """Variables that get a warning where they are set, by its reason."""

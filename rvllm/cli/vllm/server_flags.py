@@ -40,19 +40,11 @@ SERVER: tuple[Flag, ...] = (
         --stream-interval = 1
         --sse-keep-alive-interval = 0
         --shutdown-timeout = 0
-        --enable-prompt-tokens-details/--disable-prompt-tokens-details = False
+        --api-server-count -asc = None
         --enable-per-request-metrics/--disable-per-request-metrics = False
-        --enable-server-load-tracking/--disable-server-load-tracking = False
         --enable-force-include-usage/--disable-force-include-usage = False
         --enable-tokenizer-info-endpoint/--disable-tokenizer-info-endpoint = False
-        --enable-request-id-headers/--disable-request-id-headers = False
         --enable-log-requests/--disable-log-requests = False
-        --enable-log-outputs/--disable-log-outputs = False
-        --enable-log-deltas/--disable-log-deltas = True
-        --max-log-len = None
-        --disable-log-stats/ = False
-        --log-level = None | INFO
-        --uvicorn-log-level = info
         --disable-uvicorn-access-log/--enable-uvicorn-access-log = False
         --disable-access-log-for-endpoints = None
         --log-error-stack/--no-log-error-stack = False
@@ -95,10 +87,32 @@ SERVER: tuple[Flag, ...] = (
         --log-config-file = None
     """, "redirect stderr", server=True),
     *accepted("one process reads requests and writes answers, the engine runs beside it", """
-        --api-server-count -asc = None | 1
         --renderer-num-workers = 1
         --aggregate-engine-logging/ = False
         --disable-frontend-multiprocessing/ = False
+    """, server=True),
+    *accepted("every reply has its X-Request-Id, a client's own where it brought one", """
+        --enable-request-id-headers/--disable-request-id-headers = True
+    """, server=True),
+    *accepted("usage always tells the prompt's cached tokens", """
+        --enable-prompt-tokens-details/--disable-prompt-tokens-details = True
+    """, server=True),
+    *accepted("/load always counts", """
+        --enable-server-load-tracking/--disable-server-load-tracking = True
+    """, server=True),
+    *refused("what is asked and answered is never logged", """
+        --enable-log-outputs/--disable-log-outputs = False
+    """, "log in a proxy before the server", server=True),
+    *accepted("what is asked and answered is never logged", """
+        --enable-log-deltas/--disable-log-deltas = True
+        --max-log-len = None
+    """, server=True),
+    *accepted("figures are told at /metrics, and nothing of them is logged", """
+        --disable-log-stats/ = True
+    """, server=True),
+    *accepted("what is logged is said by --verbose, --quiet, --enable-log-requests and --enable-uvicorn-access-log", """
+        --log-level = None | INFO
+        --uvicorn-log-level = info
     """, server=True),
     *accepted("one GPU computes, so there is nothing to supervise", """
         --data-parallel-supervisor-port = 9256

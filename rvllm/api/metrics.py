@@ -1,0 +1,358 @@
+"""What is told at /metrics: vLLM's names, labels and buckets, and some of our own. Knows prometheus-client and figures.
+
+What a front sees of requests it counts itself; where several fronts share a folder (PROMETHEUS_MULTIPROC_DIR), each
+tells the sum of all. What the engine counts is asked of it when somebody wants to know, and never sent by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+
+from rvllm.engine import tally
+from rvllm.engine.request import TokenEvent
+from rvllm.errors import EngineError
+from rvllm.link.client import AsyncEngineClient
+from rvllm.link.messages import Facts, Stats
+from rvllm.sampling.params import SamplingParams
+
+PATIENCE_S = 1.0
+"""How long /metrics waits for the engine, which answers between two steps; then what it said last is told."""
+
+FIRST_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
+           2560)  # fmt: skip
+TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+HTTP_S = (0.1, 0.5, 1)
+PAUSE_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1)
+CHOICES = (1, 2, 5, 10, 20)
+
+OLDER = {
+    "vllm:inter_token_latency_seconds": "vllm:time_per_output_token_seconds",
+    "vllm:kv_cache_usage_perc": "vllm:gpu_cache_usage_perc",
+}
+"""Names of vLLM's older versions, which dashboards ask for: told beside the new ones."""
+
+METHODS = ("GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE")
+REASONS = ("stop", "length", "abort", "error")
+
+
+def length_bounds(longest: int) -> tuple[int, ...]:
+    """1, 2, 5, 10, ... up to a length."""
+    found = [digit * 10**power for power in range(len(str(longest))) for digit in (1, 2, 5)]
+    return tuple(bound for bound in found if bound <= longest)
+
+
+class Metrics:
+    """One front's counters. `model`: the label model_name; `longest`: what the length of requests may be."""
+
+    def __init__(self, model: str, longest: int) -> None:
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._labels = {"model_name": model, "engine": "0"}
+        self._registry = CollectorRegistry()
+        self._shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ
+        if not self._shared:
+            ProcessCollector(registry=self._registry)
+        self.engine = EngineFigures(self._labels)
+        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
+        self._cached_tokens = self._counter("prompt_tokens_cached", "Tokens of prompts that the cache had.")
+        sources = self._counter("prompt_tokens_by_source", "Tokens of prompts by where they came from.", "source")
+        self._computed, self._hit = (sources.labels(**self._labels, source=one) for one in SOURCES)
+        self._generated = self._counter("generation_tokens", "Tokens generated.")
+        ended = self._counter("request_success", "Requests that ended.", "finished_reason")
+        self._ended = {reason: ended.labels(**self._labels, finished_reason=reason) for reason in REASONS}
+        self._rejected = Counter(
+            "vllm:admission_rejections", "Refused for there being too much to do.", ("model_name", "reason"),
+            registry=self._registry,
+        )  # fmt: skip
+        self._first_s = self._histogram("time_to_first_token_seconds", "From a request to its first token.", FIRST_S)
+        self._next_s = self._histogram("inter_token_latency_seconds", "Between two tokens of a request.", TOKEN_S)
+        self._mean_s = self._histogram("request_time_per_output_token_seconds", "Mean of a request.", TOKEN_S)
+        self._all_s = self._histogram("e2e_request_latency_seconds", "From a request to its last token.", REQUEST_S)
+        self._queue_s = self._histogram("request_queue_time_seconds", "From a request to its first step.", REQUEST_S)
+        self._run_s = self._histogram("request_inference_time_seconds", "From first step to last token.", REQUEST_S)
+        self._prefill_s = self._histogram("request_prefill_time_seconds", "From first step to first token.", REQUEST_S)
+        self._decode_s = self._histogram("request_decode_time_seconds", "From first token to last.", REQUEST_S)
+        lengths = length_bounds(longest)
+        self._prompt = self._histogram("request_prompt_tokens", "Tokens of a prompt.", lengths)
+        self._longest = self._histogram("request_max_num_generation_tokens", "Of its longest completion.", lengths)
+        self._output = self._histogram("request_generation_tokens", "Tokens of a completion.", lengths)
+        self._most = self._histogram("request_params_max_tokens", "max_tokens of a request.", lengths)
+        self._new = self._histogram("request_prefill_kv_computed_tokens", "Prompt tokens not in the cache.", lengths)
+        self._n = self._histogram("request_params_n", "n of a request.", CHOICES)
+        self._http = Counter(
+            "http_requests", "Requests by route.", ("handler", "method", "status"), registry=self._registry
+        )
+        self._http_s = Histogram(
+            "http_request_duration_seconds", "From a request to the end of its reply.", ("handler", "method"),
+            buckets=HTTP_S, registry=self._registry,
+        )  # fmt: skip
+        self._going = Gauge(
+            "rvllm:http_generations", "Requests for text that are being answered.", registry=self._registry,
+            multiprocess_mode="livesum",
+        )  # fmt: skip
+        self._pause_s = Histogram(
+            "rvllm:front_gc_pause_seconds", "Pauses of a front for garbage.", buckets=PAUSE_S, registry=self._registry
+        )
+
+    def _counter(self, name: str, told: str, *labels: str) -> Counter:
+        made = Counter(f"vllm:{name}", told, (*self._labels, *labels), registry=self._registry)
+        return made if labels else made.labels(**self._labels)
+
+    def _histogram(self, name: str, told: str, bounds: Sequence[float]) -> Histogram:
+        made = Histogram(f"vllm:{name}", told, tuple(self._labels), buckets=bounds, registry=self._registry)
+        return made.labels(**self._labels)
+
+    # --- What happens
+
+    def asked(self, params: SamplingParams) -> None:
+        """A request for text was taken on."""
+        self._going.inc()
+        self._n.observe(params.n)
+        if params.max_tokens is not None:
+            self._most.observe(params.max_tokens)
+
+    def answered(self, longest: int) -> None:
+        """It was answered, or its client is gone. longest: tokens of its longest completion."""
+        self._going.dec()
+        if longest:
+            self._longest.observe(longest)
+
+    def rejected(self, reason: str) -> None:
+        self._rejected.labels(model_name=self._labels["model_name"], reason=reason).inc()
+
+    def replied(self, handler: str, method: str, status: int, seconds: float) -> None:
+        """A reply to any request went out, or broke off; then the status is 0."""
+        method = method if method in METHODS else "other"
+        self._http.labels(handler, method, f"{status // 100}xx").inc()
+        self._http_s.labels(handler, method).observe(seconds)
+
+    def begun(self, line: Timeline, event: TokenEvent) -> None:
+        """A completion's first token came."""
+        cached = event.cached_tokens or 0
+        self._prompt_tokens.inc(line.prompt_tokens)
+        self._cached_tokens.inc(cached)
+        self._hit.inc(cached)
+        self._computed.inc(line.prompt_tokens - cached)
+        self._new.observe(line.prompt_tokens - cached)
+        self._first_s.observe(line.first_s - line.asked_s)
+
+    def went_on(self, seconds: float) -> None:
+        self._next_s.observe(seconds)
+
+    def generated(self, tokens: int) -> None:
+        self._generated.inc(tokens)
+
+    def ended(self, line: Timeline, reason: str) -> None:
+        """A completion is through, or was given up."""
+        self._ended[reason].inc()
+        if not line.tokens:
+            return
+        self._all_s.observe(line.last_s - line.asked_s)
+        self._queue_s.observe(line.waited_s)
+        self._prefill_s.observe(max(line.first_s - line.submitted_s - line.waited_s, 0.0))
+        self._run_s.observe(max(line.last_s - line.submitted_s - line.waited_s, 0.0))
+        self._decode_s.observe(line.last_s - line.first_s)
+        if line.tokens > 1:
+            self._mean_s.observe((line.last_s - line.first_s) / (line.tokens - 1))
+        self._prompt.observe(line.prompt_tokens)
+        self._output.observe(line.tokens)
+
+    def watch_garbage(self) -> None:
+        """Count the pauses of Python's collector from now on."""
+        begin_s = 0.0
+
+        def collecting(phase: str, info: dict[str, int]) -> None:
+            nonlocal begin_s
+            if phase == "start":
+                begin_s = time.perf_counter()
+            else:
+                self._pause_s.observe(time.perf_counter() - begin_s)
+
+        gc.callbacks.append(collecting)
+
+    # --- What is told
+
+    def going(self) -> int:
+        """Requests for text that are being answered, by all fronts."""
+        for metric in self._own():
+            if metric.name == "rvllm:http_generations":
+                return int(sum(sample.value for sample in metric.samples))
+        return 0
+
+    def page(self, accept: str) -> tuple[bytes, str]:
+        """The figures and their content type, by the header Accept."""
+        encode, kind = choose_encoder(accept)
+        return encode(_Told(self._families())), kind
+
+    def _own(self) -> Iterable[Metric]:
+        if not self._shared:
+            return self._registry.collect()
+        return MultiProcessCollector(CollectorRegistry()).collect()  # type: ignore[no-untyped-call]
+
+    def _families(self) -> Iterator[Metric]:
+        for metric in (*self._own(), *self.engine.collect()):
+            yield metric
+            if metric.name in OLDER:
+                yield _renamed(metric, OLDER[metric.name])
+
+
+SOURCES = ("local_compute", "local_cache_hit")
+
+
+@dataclass(slots=True)
+class Timeline:
+    """One completion as a front sees it, on the monotonic clock. asked_s: when its request began to come in.
+
+    waited_s: in the engine, before its first step. began: is told when its first token came.
+    """
+
+    metrics: Metrics
+    asked_s: float
+    prompt_tokens: int
+    submitted_s: float = 0.0
+    waited_s: float = 0.0
+    first_s: float = 0.0
+    last_s: float = 0.0
+    tokens: int = 0
+    began: Callable[[], None] = lambda: None
+
+    def submit(self) -> None:
+        self.submitted_s = time.monotonic()
+
+    def came(self, event: TokenEvent, came_s: float) -> None:
+        """One token; those of one step come at the same time."""
+        if not self.tokens:
+            self.first_s = self.last_s = came_s
+            self.waited_s = event.waited_s or 0.0
+            self.metrics.begun(self, event)
+            self.began()
+        elif came_s > self.last_s:
+            self.metrics.went_on(came_s - self.last_s)
+            self.last_s = came_s
+        self.tokens += 1
+
+
+class EngineFigures(Collector):
+    """What the engine says of itself, asked for anew by `refresh`."""
+
+    def __init__(self, labels: dict[str, str]) -> None:
+        self._labels = labels
+        self._stats: Stats | None = None
+        self._asking: asyncio.Task[Stats] | None = None
+        self.facts: Facts | None = None
+        self.stages: dict[str, float] = {}
+        """Seconds: from the process's begin until it listened and until it was ready, and of what the engine did."""
+
+    async def refresh(self, client: AsyncEngineClient) -> None:
+        """Ask the engine, for PATIENCE_S at the most."""
+        if self._asking is None:
+            self._asking = asyncio.ensure_future(client.stats())
+        asking = self._asking
+        await asyncio.wait((asking,), timeout=PATIENCE_S)
+        if asking.done():
+            self._asking = None if self._asking is asking else self._asking
+            if not isinstance(asking.exception(), EngineError):
+                self._stats = asking.result()
+
+    def collect(self) -> Iterator[Metric]:
+        if self.stages:
+            startup = GaugeMetricFamily(
+                "rvllm:startup_seconds", "Until it listened, was ready; what the engine did.", None, ["stage"]
+            )
+            for stage, seconds in self.stages.items():
+                startup.add_metric([stage], seconds)
+            yield startup
+        if self._stats is not None and self.facts is not None:
+            yield from self._engine(self._stats, self.facts)
+
+    def _engine(self, stats: Stats, facts: Facts) -> Iterator[Metric]:
+        load = stats.load
+        yield self._gauge("vllm:num_requests_running", "Requests that run.", load.running)
+        yield self._gauge("vllm:num_requests_waiting", "Requests that wait.", load.waiting)
+        by_reason = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason", "For what.", None, [*self._labels, "reason"]
+        )
+        by_reason.add_metric([*self._labels.values(), "capacity"], load.waiting)
+        yield by_reason
+        yield self._gauge(
+            "vllm:kv_cache_usage_perc", "Share of the cache in use, 1: all.", load.used_blocks / load.blocks
+        )
+        yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.", load.prompt_tokens)
+        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache.", load.cached_tokens)
+        yield self._counter("vllm:num_preemptions", "Times that a request gave way.", load.preemptions)
+        yield self._counter("vllm:spec_decode_num_drafts", "Times that tokens were guessed.", load.drafts)
+        yield self._counter("vllm:spec_decode_num_draft_tokens", "Tokens guessed.", load.draft_tokens)
+        yield self._counter("vllm:spec_decode_num_accepted_tokens", "Guesses that were right.", load.accepted_tokens)
+        places = [*self._labels, "position"]
+        right = CounterMetricFamily("vllm:spec_decode_num_accepted_tokens_per_pos", "By their place.", None, places)
+        for place, tokens in enumerate(load.accepted_at):
+            right.add_metric([*self._labels.values(), str(place)], tokens)
+        yield right
+        yield self._histogram("vllm:iteration_tokens_total", "Tokens computed in a step.", stats.step_tokens)
+        yield self._histogram("rvllm:step_seconds", "From one step's tokens to the next one's.", stats.step_s)
+        yield self._histogram("rvllm:engine_gc_pause_seconds", "Pauses of the engine for garbage.", stats.gc_s)
+        names = [*self._labels, *(name for name, _ in facts.cache)]
+        cache = GaugeMetricFamily("vllm:cache_config_info", "The cache's settings.", None, names)
+        cache.add_metric([*self._labels.values(), *(value for _, value in facts.cache)], 1)
+        yield cache
+        yield from self._traffic(stats, facts)
+
+    def _traffic(self, stats: Stats, facts: Facts) -> Iterator[Metric]:
+        if facts.traffic is None:
+            return
+        traffic, load = facts.traffic, stats.load
+        nbytes = traffic.weight_bytes * load.steps + traffic.token_bytes * load.read_tokens
+        yield self._counter("vllm:estimated_read_bytes_per_gpu", "That steps had to read at the least.", nbytes)
+        if traffic.bytes_per_s is not None:
+            yield self._gauge("rvllm:bus_bytes_per_second", "The device's memory, at the most.", traffic.bytes_per_s)
+            if stats.step_s.total > 0:
+                share = nbytes / stats.step_s.total / traffic.bytes_per_s
+                yield self._gauge("rvllm:bus_limit_share", "Bytes over those that could have passed in steps.", share)
+
+    def _gauge(self, name: str, told: str, value: float) -> Metric:
+        made = GaugeMetricFamily(name, told, None, list(self._labels))
+        made.add_metric(list(self._labels.values()), value)
+        return made
+
+    def _counter(self, name: str, told: str, value: float) -> Metric:
+        made = CounterMetricFamily(name, told, None, list(self._labels))
+        made.add_metric(list(self._labels.values()), value)
+        return made
+
+    def _histogram(self, name: str, told: str, counted: tally.Histogram) -> Metric:
+        made = HistogramMetricFamily(name, told, None, None, list(self._labels))
+        so_far, buckets = 0, []
+        for bound, count in zip((*map(float, counted.bounds), "+Inf"), counted.counts):
+            so_far += count
+            buckets.append((str(bound), float(so_far)))
+        made.add_metric(list(self._labels.values()), buckets, counted.total)
+        return made
+
+
+class _Told(CollectorRegistry):
+    """Stands for a registry where there are families already."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        super().__init__()
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def _renamed(metric: Metric, name: str) -> Metric:
+    made = Metric(name, metric.documentation, metric.type)
+    made.samples = [sample._replace(name=sample.name.replace(metric.name, name, 1)) for sample in metric.samples]
+    return made

@@ -1,0 +1,111 @@
+"""Figures at /metrics that are made of what the engine says, without a server or an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from rvllm.api import metrics
+from rvllm.api.metrics import Metrics, length_bounds
+from rvllm.engine.scheduler import Limits
+from rvllm.engine.tally import Histogram, Load
+from rvllm.errors import EngineDied
+from rvllm.link.messages import Facts, Stats
+from rvllm.program.cost import Traffic
+
+LIMITS = Limits(64, 16, 8, 4, 67, 64, 100, frozenset())
+
+
+def stats(**more: int) -> Stats:
+    load = Load(1, 2, 8, 4, 0, 0, 10, 5, **more)
+    step_s = Histogram.empty((0.1, 1))
+    for seconds in (0.05, 0.1, 0.5, 1.35):
+        step_s.add(seconds)
+    return Stats(load, 4, step_s, Histogram.empty((1,)), Histogram.empty((1,)))
+
+
+def told(made: Metrics) -> dict[str, float]:
+    """Samples by name and labels but the model's."""
+    page, _ = made.page("")
+    return {
+        sample.name
+        + "".join(f" {key}={text}" for key, text in sample.labels.items() if key in ("le", "position")): sample.value
+        for family in text_string_to_metric_families(page.decode())
+        for sample in family.samples
+    }
+
+
+def made_of(answer: Stats, traffic: Traffic | None) -> dict[str, float]:
+    made = Metrics("m", 100)
+    made.engine.facts = Facts("m", "cpu", LIMITS, 20, traffic=traffic)
+    asyncio.run(made.engine.refresh(Engine(answer)))  # type: ignore[arg-type]
+    return told(made)
+
+
+class Engine:
+    """Stands for a client; answers when it is let."""
+
+    def __init__(self, answer: Stats) -> None:
+        self.answer, self.let, self.asked = answer, asyncio.Event(), 0
+        self.let.set()
+
+    async def stats(self) -> Stats:
+        self.asked += 1
+        await self.let.wait()
+        return self.answer
+
+
+def test_the_share_of_the_bus_is_what_had_to_be_read_over_what_could_be() -> None:
+    found = made_of(stats(steps=5, read_tokens=100), Traffic(1000, 10.0, 1e4))
+    assert found["vllm:estimated_read_bytes_per_gpu_total"] == 5 * 1000 + 100 * 10
+    assert found["rvllm:bus_bytes_per_second"] == 1e4
+    assert found["rvllm:bus_limit_share"] == pytest.approx(6000 / 2.0 / 1e4)
+    unknown = made_of(stats(steps=5, read_tokens=100), Traffic(1000, 10.0, None))
+    assert "rvllm:bus_limit_share" not in unknown and unknown["vllm:estimated_read_bytes_per_gpu_total"] == 6000
+    assert "vllm:estimated_read_bytes_per_gpu_total" not in made_of(stats(), None)
+
+
+def test_a_histogram_of_the_engine_is_told_in_rising_counts() -> None:
+    found = made_of(stats(accepted_at=(3, 1)), None)  # type: ignore[arg-type]
+    counts = [found[f"rvllm:step_seconds_bucket le={bound}"] for bound in ("0.1", "1.0", "+Inf")]
+    assert counts == [2, 3, 4] and found["rvllm:step_seconds_count"] == 4
+    assert found["rvllm:step_seconds_sum"] == pytest.approx(2.0)
+    places = [found[f"vllm:spec_decode_num_accepted_tokens_per_pos_total position={place}"] for place in (0, 1)]
+    assert places == [3, 1] and found["vllm:kv_cache_usage_perc"] == 0.5
+
+
+def test_an_engine_that_does_not_answer_in_time_has_its_last_word_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "PATIENCE_S", 0.05)
+
+    async def look() -> list[float]:
+        made = Metrics("m", 100)
+        made.engine.facts = Facts("m", "cpu", LIMITS, 20)
+        engine: Any = Engine(stats())
+        seen = []
+        for steps, let in ((1, True), (2, False), (3, True), (4, True)):
+            engine.answer = stats(drafts=steps)
+            (engine.let.set if let else engine.let.clear)()
+            await made.engine.refresh(engine)
+            seen.append(told(made)["vllm:spec_decode_num_drafts_total"])
+        assert engine.asked == 3  # the second question was answered with the third
+        return seen
+
+    assert asyncio.run(look()) == [1, 1, 3, 4]
+
+
+def test_a_dead_engine_leaves_its_last_figures() -> None:
+    class Dead:
+        async def stats(self) -> Stats:
+            raise EngineDied("gone")
+
+    made = Metrics("m", 100)
+    asyncio.run(made.engine.refresh(Dead()))  # type: ignore[arg-type]
+    assert "vllm:num_requests_running" not in told(made)
+
+
+def test_bounds_of_lengths_are_vllms() -> None:
+    assert length_bounds(128) == (1, 2, 5, 10, 20, 50, 100)
+    assert length_bounds(1000)[-3:] == (200, 500, 1000)
