@@ -202,7 +202,8 @@ async def _answer(exchange: Exchange, reply: Reply, stream: bool) -> None:
     """Reply with what a generation brings, as it comes or at its end."""
     if stream:
         await exchange.begin_events()
-    async with aclosing(reply.generation.deltas()) as batches:
+    given = reply.generation
+    async with aclosing(given.spaced() if stream and given.interval > 1 else given.deltas()) as batches:
         async for batch in batches:
             if stream and (data := b"".join(map(event, reply.chunks(batch)))):
                 await exchange.events(data)
