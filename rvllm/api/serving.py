@@ -89,7 +89,7 @@ class Serving:
 
     def begin(self, text: Text, facts: Facts, client: AsyncEngineClient) -> None:
         """Answer requests from now on."""
-        metrics = Metrics(self.front.names[0], facts.limits.max_model_len)
+        metrics = Metrics(self.front.names[0], facts.limits.max_model_len, self._log.error)
         metrics.engine.facts = facts
         stages = {"listening": self._listening_s, **dict(facts.startup_s), "ready": process_age_s()}
         metrics.engine.stages = stages
