@@ -62,7 +62,7 @@ def harmless(count: Callable[Concatenate[Metrics, Given], None]) -> Callable[Con
     """A way to count, of which a fault harms nobody but the figures."""
 
     @wraps(count)
-    def counted(metrics: Metrics, *given: Given.args, **named: Given.kwargs) -> None:
+    def counted(metrics: Metrics, /, *given: Given.args, **named: Given.kwargs) -> None:
         try:
             count(metrics, *given, **named)
         except Exception as error:
@@ -72,7 +72,10 @@ def harmless(count: Callable[Concatenate[Metrics, Given], None]) -> Callable[Con
 
 
 class Metrics:
-    """One front's counters. `model`: the label model_name; `longest`: what the length of requests may be; tell: of faults."""
+    """One front's counters.
+
+    model: the label model_name; longest: what the length of requests may be; tell: is told of a fault in counting.
+    """
 
     def __init__(self, model: str, longest: int, tell: Callable[[str], None] = lambda message: None) -> None:
         self._tell, self._failed = tell, False
