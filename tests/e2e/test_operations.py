@@ -583,7 +583,7 @@ def test_an_interrupt_at_any_moment_ends_in_few_words(
         assert time.monotonic() - started_s < 5
         if ending.process.returncode >= 0:
             assert len(ending.said) <= 3 and not any("Traceback" in line for line in ending.said), ending.said
-    assert not list(folder.iterdir())
+    assert not list(folder.glob("rvllm-*"))  # tempfile may have been trying out the folder
 
 
 @pytest.mark.parametrize("fronts", [1, 2])
