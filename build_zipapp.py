@@ -46,6 +46,7 @@ PINS = {
     "h11": "0.16.0",
     "httptools": "0.9.0",
     "jinja2": "3.1.6",
+    "llguidance": "1.6.1",
     "markupsafe": "3.0.3",
     "msgspec": "0.23.0",
     "numpy": "2.4.6",

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from rvllm.llm import LLM, RequestOutput
     from rvllm.sampling.api import Sampler, SamplerOutput, sample_batch
     from rvllm.sampling.params import SamplingParams
+    from rvllm.sampling.structured import StructuredOutputsParams
     from rvllm.text.tokenizer import Tokenizer
 
 _HOMES = {
@@ -17,6 +18,7 @@ _HOMES = {
     "Sampler": "rvllm.sampling.api",
     "SamplerOutput": "rvllm.sampling.api",
     "SamplingParams": "rvllm.sampling.params",
+    "StructuredOutputsParams": "rvllm.sampling.structured",
     "Tokenizer": "rvllm.text.tokenizer",
     "sample_batch": "rvllm.sampling.api",
 }
@@ -26,6 +28,7 @@ __all__ = [
     "Sampler",
     "SamplerOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "Tokenizer",
     "__version__",
     "sample_batch",

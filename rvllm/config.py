@@ -139,6 +139,12 @@ class ServerConfig:
     enable_ssl_refresh  read our key and certificates again when their files change
     api_key             keys of which a request must bring one; none: anybody may ask
     served_model_name   what clients call the model; none: as it was named to us
+    tool_call_parser    how the model writes calls of tools; None: as its chat template does
+    enable_auto_tool_choice   calls are read wherever there are tools: this changes nothing
+    exclude_tools_when_tool_choice_none   the template sees no tools where none may be called
+    reasoning_parser    how the model marks what it thinks; "": thoughts are text like any other
+    structured_outputs_config   of vLLM's, disable_any_whitespace and disable_additional_properties: what texts that
+                        must have a form have where their requests do not say
     shutdown_timeout    seconds that requests may go on after SIGTERM or Ctrl-C (vLLM: 0)
     api_server_count    processes that read requests and write answers, before one engine
     max_body_bytes      of a request's body
@@ -174,6 +180,11 @@ class ServerConfig:
     enable_ssl_refresh: bool = False
     api_key: tuple[str, ...] = ()
     served_model_name: tuple[str, ...] = ()
+    tool_call_parser: str | None = None
+    enable_auto_tool_choice: bool = False
+    exclude_tools_when_tool_choice_none: bool = False
+    reasoning_parser: str = ""
+    structured_outputs_config: Mapping[str, Any] | None = None
     shutdown_timeout: int = 30
     api_server_count: int = 1
     max_body_bytes: int = 32 << 20

@@ -28,6 +28,7 @@ from rvllm.text.completion import (
     settled_seed,
     with_bad_word_ids,
 )
+from rvllm.text.token_text import TokenTexts
 
 Prompt = str | Sequence[int]
 _SHARED = Terms()
@@ -85,6 +86,7 @@ class LLM:
             warn=warn,
         )
         self.default_params = default_params(self.config, source.generation)
+        self._texts = TokenTexts(self.tokenizer)
         self._requests = 0
         self._events: dict[str, deque[TokenEvent]] = {}  # of every request in the engine
 
@@ -231,6 +233,9 @@ class LLM:
         params = with_bad_word_ids(self.tokenizer, params)
         check_request(prompt_ids, params, vocab_limit=limit, max_logprobs=self.config.max_logprobs)
         terms.check()
+        if params.structured_outputs is not None:
+            grammars = self._engine.grammars or self._engine.learn(self._texts.vocabulary(limit))
+            grammars.compile(params.structured_outputs)
         self._requests += 1
         name = f"request-{self._requests}"
         seed = settled_seed(params, index, self.config.seed, self._requests)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from rvllm.errors import BadRequest, RvllmError
 from rvllm.link.client import AsyncEngineClient, Stream, news
 from rvllm.link.messages import Facts
 from rvllm.sampling.params import SamplingParams
+from rvllm.text.answer import Families
 from rvllm.text.completion import Delta, Terms, Writer, drawing, joined, settled_seed, with_bad_word_ids
 from rvllm.text.token_text import TokenTexts
 from rvllm.text.tokenizer import Tokenizer
@@ -26,12 +28,15 @@ from rvllm.text.tokenizer import Tokenizer
 MOST_CHOICES = 1024
 """Completions of one request: of all its prompts together."""
 
+MOST_FORM_CHARACTERS = 16 << 20
+"""Of the forms of all its completions: each takes its own to the engine."""
+
 
 @dataclass(frozen=True, slots=True)
 class Served:
     """A model that is ready. `defaults`: sampling parameters of requests that bring none; `seed`: the engine's.
 
-    template_kwargs: of chats that bring none.
+    families: how it writes what is no text. template_kwargs: of chats that bring none.
     """
 
     tokenizer: Tokenizer
@@ -40,6 +45,7 @@ class Served:
     seed: int | None
     facts: Facts
     client: AsyncEngineClient
+    families: Families
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -102,6 +108,14 @@ class Front:
             code="model_not_found",
         )
 
+    async def learn_forms(self, params: SamplingParams) -> None:
+        """Tell the engine what its tokens stand for, once, before the first text that must have a form."""
+        served = self.ready()
+        if params.structured_outputs is not None and not served.client.taught:
+            plain = served.families.markers(calls=False)
+            vocabulary = await asyncio.to_thread(served.texts.vocabulary, served.facts.limits.vocab_limit, plain)
+            served.client.teach(vocabulary)
+
     def generation(
         self, prompts: Sequence[Prompt], params: SamplingParams, terms: Terms, asked_s: float, name: str
     ) -> Generation:
@@ -115,6 +129,14 @@ class Front:
                 f"{len(prompts):,} prompts with n of {params.n:,} are {len(prompts) * params.n:,} completions, the "
                 f"limit is {MOST_CHOICES:,}",
                 param="n",
+                hint="send fewer at once",
+            )
+        form = params.structured_outputs
+        if form is not None and form.size * len(prompts) * params.n > MOST_FORM_CHARACTERS:
+            raise BadRequest(
+                f"structured_outputs has {form.size:,} characters for each of {len(prompts) * params.n:,} completions, "
+                f"the limit is {MOST_FORM_CHARACTERS:,} in all",
+                param="structured_outputs",
                 hint="send fewer at once",
             )
         params = with_bad_word_ids(served.tokenizer, params)
@@ -172,6 +194,11 @@ class Generation:
                     "finish_reason": ",".join(choice.writer.finish_reason or "none" for choice in self.choices),
                 }
 
+    @property
+    def formed(self) -> bool:
+        """Whether its texts must have a form."""
+        return any(choice.request.params.structured_outputs is not None for choice in self.choices)
+
     async def deltas(self) -> AsyncGenerator[list[tuple[Choice, Delta]], None]:
         """What came since it was asked last, never nothing. Closing the iterator takes all out of the engine.
 
@@ -200,7 +227,11 @@ class Generation:
             for choice in going.values():
                 self.metrics.ended(choice.line, reason)
 
-    async def spaced(self) -> AsyncGenerator[list[tuple[Choice, Delta]], None]:
+    def batches(self, stream: bool) -> AsyncGenerator[list[tuple[Choice, Delta]], None]:
+        """Its deltas, as a reply wants them that is streamed or not."""
+        return self._spaced() if stream and self.interval > 1 else self.deltas()
+
+    async def _spaced(self) -> AsyncGenerator[list[tuple[Choice, Delta]], None]:
         """The same, each completion's put together to `interval` tokens, but for its first and its last."""
         begun: set[int] = set()
         kept: dict[int, list[Delta]] = {}
@@ -222,8 +253,8 @@ class Generation:
         batch = []
         for stream, choice in list(going.items()):
             for event, came_s in zip(stream.take(), stream.times_s):
-                choice.line.came(event, came_s)
                 batch.append((choice, choice.writer.write(event)))
+                choice.line.came(event, came_s)
                 if (reason := choice.writer.finish_reason) is not None:
                     self.client.abort([stream.request_id])
                     self.metrics.ended(choice.line, reason)

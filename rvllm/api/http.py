@@ -67,6 +67,7 @@ class Exchange:
     path: without what the server is mounted at. request_id: the client's, where it brought one that can be told.
     key: the number of the key it brought. shared: headers of whatever the reply is. told: of a request for text, for
     the log. waits_s: since when the client has left unread what is sent to it. spoke_s: of the last event.
+    shape: an error's bytes, as a body or as a stream's last event.
     """
 
     scope: Scope
@@ -75,6 +76,7 @@ class Exchange:
     rules: Rules
     name: str = ""
     begun: bool = False
+    shape: Callable[[HttpError, bool], bytes] = field(default_factory=lambda: openai_error)
     status: int = 0
     route: str = "none"
     key: int | None = None
@@ -151,11 +153,11 @@ class Exchange:
     async def refuse(self, error: HttpError) -> None:
         """Reply with an error, or end a stream that has begun with one."""
         if self.begun:
-            await self.end(b"data: " + error.body() + b"\n\n")
+            await self.end(self.shape(error, True))
         else:
             # What is left of a body that nobody reads would be taken for the next request.
             close = {"connection": "close"} if error.status in (413, 415) else {}
-            await self.reply(error.body(), error.status, {**error.headers, **close})
+            await self.reply(self.shape(error, False), error.status, {**error.headers, **close})
 
     def silent_for(self, now_s: float) -> float:
         """How long a stream has had no event; 0 where that is the client's doing, or there is no stream."""
@@ -190,6 +192,11 @@ Ended = Callable[[Exchange], None]
 Fault = Callable[[BaseException, Exchange], None]
 Routes = Mapping[str, Mapping[str, Handler]]
 """path -> method -> handler. A path that ends in / takes all that begin with it."""
+
+
+def openai_error(error: HttpError, in_stream: bool) -> bytes:
+    """An error's bytes, as OpenAI's clients read them."""
+    return b"data: " + error.body() + b"\n\n" if in_stream else error.body()
 
 
 def event(value: object) -> bytes:
@@ -262,6 +269,8 @@ class App:
         if not self._keys or exchange.path in self._open:
             return
         scheme, _, key = exchange.headers.get("authorization", "").partition(" ")
+        if not scheme and "x-api-key" in exchange.headers:  # as Anthropic's clients send it
+            scheme, key = "bearer", exchange.headers["x-api-key"]
         given = _digest(key.encode("latin-1"))
         known = [hmac.compare_digest(given, digest) for digest in self._keys]
         if scheme.lower() != "bearer" or not any(known):

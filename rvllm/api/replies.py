@@ -5,14 +5,17 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from uuid import uuid4
 
 from rvllm.api.details import LEAST_LOGPROB, Details, IdTexts, Json
 from rvllm.api.front import Choice, Generation
 from rvllm.api.requests import StreamOptions
+from rvllm.text.answer import AnswerPart, AnswerReader, Thought
 from rvllm.text.completion import Delta, Logprobs
 from rvllm.text.token_text import TokenTexts
+from rvllm.text.tool_calls import Call, More, calls_in
 from rvllm.version import VERSION
 
 
@@ -92,30 +95,81 @@ class Reply(ABC):
 
 @dataclass(slots=True)
 class ChatReply(Reply):
-    """chat.completion and its chunks: a role, texts, and last an empty delta with the finish reason."""
+    """chat.completion and its chunks: a role, texts, and last an empty delta with the finish reason.
 
-    begun: set[int] = field(default_factory=set)
+    reader: makes who reads a completion. named: a call was ordered by name, which is no reason to finish.
+    """
+
+    reader: Callable[[], AnswerReader] = AnswerReader
+    named: bool = False
+    thoughts: bool = True
+    short_ids: bool = False
+    readers: dict[int, AnswerReader] = field(default_factory=dict)
 
     PREFIX, OBJECT, CHUNK = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def choice(self, choice: Choice) -> Json:
         output = choice.writer.output(choice.index)
+        reader = self.reader()
+        message = self._message([*reader.push(output.text), *reader.finish()])
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": output.text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(output.token_ids, output.logprobs or ()),
-            "finish_reason": output.finish_reason,
+            "finish_reason": self._reason(output.finish_reason, reader),
             "stop_reason": output.stop_reason,
         }
 
+    def _message(self, parts: Sequence[AnswerPart]) -> Json:
+        calls = calls_in(parts)
+        text = "".join(part for part in parts if isinstance(part, str))
+        message: Json = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        thought = "".join(part.text for part in parts if isinstance(part, Thought))
+        if thought and self.thoughts:
+            message |= _thought(thought)
+        if calls:
+            message["tool_calls"] = [self._call(call) for call in calls]
+        return message
+
+    def _call(self, call: Call) -> Json:
+        name = uuid4().hex
+        name = name[:9] if self.short_ids else f"chatcmpl-tool-{name}"
+        return {"id": name, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+    def _reason(self, reason: str | None, reader: AnswerReader) -> str | None:
+        return "tool_calls" if reason == "stop" and reader.calls and not self.named else reason
+
     def pieces(self, choice: Choice, delta: Delta) -> Iterator[Json]:
-        if choice.index not in self.begun:
-            self.begun.add(choice.index)
+        if (reader := self.readers.get(choice.index)) is None:
+            reader = self.readers[choice.index] = self.reader()
             yield _piece(choice, {"role": "assistant", "content": ""})
-        if delta.text or delta.logprobs:
-            yield _piece(choice, {"content": delta.text}, self._logprobs(delta.token_ids, delta.logprobs))
+        before = reader.calls
+        parts = reader.push(delta.text) if delta.text else []
         if delta.finish_reason is not None:
-            yield _piece(choice, {}) | {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+            parts += reader.finish()
+        told = self._deltas(parts, before)
+        if delta.logprobs and not told:
+            told = [{"content": ""}]
+        for place, one in enumerate(told):
+            yield _piece(choice, one, None if place else self._logprobs(delta.token_ids, delta.logprobs))
+        if delta.finish_reason is not None:
+            reason = self._reason(delta.finish_reason, reader)
+            yield _piece(choice, {}) | {"finish_reason": reason, "stop_reason": delta.stop_reason}
+
+    def _deltas(self, parts: Sequence[AnswerPart], calls: int) -> list[Json]:
+        """What came of a message; `calls` came before."""
+        told: list[Json] = []
+        for part in parts:
+            if isinstance(part, str):
+                told.append({"content": part})
+            elif isinstance(part, Call):
+                told.append({"tool_calls": [{"index": calls} | self._call(part)]})
+                calls += 1
+            elif isinstance(part, More):
+                told.append({"tool_calls": [{"index": calls - 1, "function": {"arguments": part.text}}]})
+            elif self.thoughts:
+                told.append(_thought(part.text))
+        return told
 
     def _logprobs(self, ids: Sequence[int], entries: Sequence[Logprobs]) -> Json | None:
         if self.top is None:
@@ -130,6 +184,11 @@ class ChatReply(Reply):
     def _scored(self, token: int, logprob: float) -> Json:
         text, data = self.texts.of(token)
         return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(data)}
+
+
+def _thought(text: str) -> Json:
+    """Under vLLM's name, and the one that clients know from before."""
+    return {"reasoning": text, "reasoning_content": text}
 
 
 def _piece(choice: Choice, delta: Json, logprobs: Json | None = None) -> Json:

@@ -15,6 +15,7 @@ import msgspec
 from rvllm.api.errors import HttpError
 from rvllm.errors import BadRequest
 from rvllm.sampling.params import SamplingParams
+from rvllm.sampling.structured import StructuredOutputsParams
 from rvllm.text.completion import Terms
 from rvllm.text.stop import parse_stop
 
@@ -60,6 +61,13 @@ class SamplingBody(ModelBody, kw_only=True):
     request_id: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    # The form of the text; see structured_outputs_of.
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     # What vLLM tells beside OpenAI's.
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
@@ -72,7 +80,6 @@ class SamplingBody(ModelBody, kw_only=True):
     prompt_cache_key: str | None = None
     # Accepted where they ask for nothing that we do not do; see _REFUSED.
     best_of: int | None = None
-    response_format: Any = None
     store: bool | None = None
     service_tier: str | None = None
     spaces_between_special_tokens: bool | None = None
@@ -88,6 +95,7 @@ class SamplingBody(ModelBody, kw_only=True):
     def sampling(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
         """The parameters: what is given, else `defaults`, else SamplingParams' own. Raises BadRequest."""
         given = {name: getattr(self, name) for name in _SAMPLING_NAMES} | {"stop": parse_stop(self.stop)} | more
+        given.setdefault("structured_outputs", structured_outputs_of(self))
         return SamplingParams(**{**defaults, **{name: value for name, value in given.items() if value is not None}})
 
     def terms(self) -> Terms:
@@ -137,11 +145,12 @@ class ChatBody(SamplingBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
-    parallel_tool_calls: bool | None = None  # there are no tools
-    # See _REFUSED.
-    chat_template: str | None = None
     tools: Any = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    # See _REFUSED.
+    chat_template: str | None = None
     functions: Any = None
     function_call: Any = None
     modalities: list[str] | None = None
@@ -173,9 +182,8 @@ _SAMPLING_NAMES = (
     "include_stop_str_in_output", "skip_special_tokens",
 )  # fmt: skip
 
-_NO_TOOLS = "calls of tools are not read from what the model writes"
+_NO_FUNCTIONS = "it gave way to tools"
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "response_format": (({"type": "text"},), "output is not held to a format"),
     "store": ((False,), "nothing is kept"),
     "service_tier": (("auto", "default"), "there is one tier"),
     "spaces_between_special_tokens": ((True,), "they are kept as the tokenizer writes them"),
@@ -189,15 +197,54 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "kv_transfer_params": (({},), "one engine reads prompts and writes"),
     "suffix": (("",), "text is only continued"),
     "chat_template": ((), "the template is the server's"),
-    "tools": (([],), _NO_TOOLS),
-    "tool_choice": (("none",), _NO_TOOLS),
-    "functions": (([],), _NO_TOOLS),
-    "function_call": (("none",), _NO_TOOLS),
+    "functions": (([],), _NO_FUNCTIONS),
+    "function_call": (("none",), _NO_FUNCTIONS),
     "modalities": ((["text"],), "there is text only"),
     "audio": ((), "there is text only"),
     "web_search_options": ((), "nothing is searched"),
 }
 """field -> (values that ask for nothing, why others are refused)"""
+
+
+def structured_outputs_of(body: SamplingBody) -> StructuredOutputsParams | None:
+    """The form that a body wants its text to have, in one of three spellings. Raises BadRequest."""
+    guided = {name: getattr(body, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
+    guided = {name: value for name, value in guided.items() if value is not None}
+    found = [StructuredOutputsParams.parse(given) for given in (body.structured_outputs, guided) if given]
+    if (formatted := _response_format(body.response_format)) is not None:
+        found.append(formatted)
+    if len(found) > 1:
+        raise BadRequest(
+            "response_format, structured_outputs and guided_... each say what form the text shall have",
+            param="response_format" if formatted else "structured_outputs",
+            hint="give one of them",
+        )
+    return found[0] if found else None
+
+
+def _response_format(given: dict[str, Any] | None) -> StructuredOutputsParams | None:
+    """OpenAI's spelling. `strict` or not, the schema is followed."""
+    kind = None if given is None else given.get("type")
+    if given is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if kind != "json_schema":
+        raise BadRequest(
+            f"response_format.type is {kind!r:.100}, it has to be text, json_object or json_schema",
+            param="response_format",
+        )
+    named = given.get("json_schema")
+    schema = named.get("schema") if isinstance(named, dict) else None
+    if not isinstance(schema, dict):
+        raise BadRequest(
+            "response_format.json_schema.schema is missing, it has to be an object", param="response_format"
+        )
+    try:
+        return StructuredOutputsParams(json=schema)  # type: ignore[arg-type]
+    except BadRequest as cause:
+        raise BadRequest(cause.message, param="response_format", hint=cause.hint) from None
+
 
 _PLACE = re.compile(r"(.*) - at `\$\.?(\w*)[^`]*`", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)

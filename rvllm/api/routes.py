@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from rvllm.api.details import Details, IdTexts
-from rvllm.api.front import Front, Prompt, Served
+from rvllm.api.front import Front, Generation, Prompt, Served
 from rvllm.api.http import DONE, REQUEST_ID, Exchange, Routes, event, while_connected
+from rvllm.api.messages import CountBody, MessageReply, MessagesBody
+from rvllm.api.messages import error_shape as anthropic_error
+from rvllm.api.prompts import chat_ids, completion_prompts, cut, tokenize_ids
 from rvllm.api.replies import ChatReply, CompletionReply, Reply
 from rvllm.api.requests import (
     ChatBody,
@@ -20,8 +24,14 @@ from rvllm.api.requests import (
     TokenizeBody,
     parse,
 )
-from rvllm.errors import BadRequest, PromptTooLong
+from rvllm.api.responses import ResponseReply, ResponsesBody
+from rvllm.api.tools import Tools, reader_for, tools_of
+from rvllm.api.turns import TurnReply, typed_event
+from rvllm.errors import BadRequest
+from rvllm.sampling.params import SamplingParams
+from rvllm.text.answer import AnswerReader
 from rvllm.text.token_text import TokenTexts
+from rvllm.text.tool_formats import Mistral
 from rvllm.version import VERSION
 
 OPEN_ROUTES = ("/health", "/ping")
@@ -33,13 +43,12 @@ COMPLETION_TOKENS = 16
 INLINE_BYTES = 1 << 14
 """Of a body: above, its text is encoded in a thread of its own, so that others' tokens go on."""
 
-SHRINKAGE = 4
-"""How much shorter than a text its normal form may be: three characters may become one."""
+FORM_SETTINGS = ("disable_any_whitespace", "disable_additional_properties")
+
+PROMPT_END = 64
+"""Tokens of a prompt that say whether what follows are thoughts."""
 
 Result = TypeVar("Result")
-_TEMPLATE_ARGUMENTS = (
-    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "self",
-)  # fmt: skip
 
 
 def routes(front: Front) -> Routes:
@@ -55,9 +64,25 @@ def routes(front: Front) -> Routes:
         "/v1/models/": {"GET": api.one_model},
         "/v1/completions": {"POST": api.completions},
         "/v1/chat/completions": {"POST": api.chat},
+        "/v1/responses": {"POST": api.responses},
+        "/v1/messages": {"POST": api.messages},
+        "/v1/messages/count_tokens": {"POST": api.count_tokens},
+        "/v1/embeddings": {"POST": api.embeddings},
         "/tokenize": {"POST": api.tokenize},
         "/detokenize": {"POST": api.detokenize},
     }
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    """A chat that is about to begin. reader: makes who reads one completion; top: as in SamplingParams.logprobs."""
+
+    served: Served
+    name: str
+    generation: Generation
+    tools: Tools
+    top: int | None
+    reader: Callable[[], AnswerReader]
 
 
 class Api:
@@ -120,8 +145,10 @@ class Api:
         )
         terms = body.terms()
         prompts = await _aside(data, lambda: completion_prompts(served, body))
+        params = self._formed(params)
+        await self._front.learn_forms(params)
         generation = self._front.generation(
-            _cut(served, body, prompts), params, terms, exchange.came_s, _name(exchange, body)
+            cut(served, body, prompts), params, terms, exchange.came_s, _name(exchange, body)
         )
         details = Details(served.texts, bool(body.return_token_ids), body.prompt_logprobs)
         texts = self._texts(served, body)
@@ -133,14 +160,68 @@ class Api:
 
     async def chat(self, exchange: Exchange) -> None:
         data = await exchange.body()
-        served = self._front.ready()
         body = parse(data, ChatBody)
+        chat = await self._begin_chat(exchange, data, body)
+        details = Details(chat.served.texts, bool(body.return_token_ids), body.prompt_logprobs, of_prompt=False)
+        reply = ChatReply(
+            chat.generation,
+            chat.name,
+            self._texts(chat.served, body),
+            details,
+            chat.top,
+            self._options(body),
+            reader=chat.reader,
+            named=chat.tools.named,
+            thoughts=body.include_reasoning is not False,
+            short_ids=chat.served.families.calls is Mistral,
+        )
+        with chat.generation.admitted(exchange.key, exchange.told):
+            await while_connected(exchange, _answer(exchange, reply, bool(body.stream)))
+
+    async def responses(self, exchange: Exchange) -> None:
+        data = await exchange.body()
+        body = parse(data, ResponsesBody)
+        chat = await self._begin_chat(exchange, data, body.chat())
+        reply = ResponseReply(chat.generation, chat.name, chat.reader(), body=body)
+        exchange.shape = reply.error_shape
+        with chat.generation.admitted(exchange.key, exchange.told):
+            await while_connected(exchange, _answer_turn(exchange, reply, bool(body.stream)))
+
+    async def messages(self, exchange: Exchange) -> None:
+        exchange.shape = anthropic_error
+        data = await exchange.body()
+        body = parse(data, MessagesBody)
+        chat = await self._begin_chat(exchange, data, body.chat())
+        reply = MessageReply(chat.generation, chat.name, chat.reader())
+        with chat.generation.admitted(exchange.key, exchange.told):
+            await while_connected(exchange, _answer_turn(exchange, reply, bool(body.stream)))
+
+    async def count_tokens(self, exchange: Exchange) -> None:
+        exchange.shape = anthropic_error
+        data = await exchange.body()
+        served = self._front.ready()
+        body = parse(data, CountBody)
+        self._front.name(body.model)
+        chat = body.chat()
+        tools_of(chat.tools, chat.tool_choice, chat.parallel_tool_calls, served.families)
+        ids = await _aside(data, lambda: chat_ids(served, chat, chat.tools))
+        await exchange.reply_json({"input_tokens": len(ids)})
+
+    async def embeddings(self, exchange: Exchange) -> None:
+        await exchange.body()
+        self._front.ready()
+        raise BadRequest("this model writes text: it makes no embeddings", param="model")
+
+    async def _begin_chat(self, exchange: Exchange, data: bytes, body: ChatBody) -> _Chat:
+        """A chat whose completions are checked, and not begun. Raises BadRequest, HttpError."""
+        served = self._front.ready()
         name = self._front.name(body.model)
         body.check()
         top = _top_logprobs(served, body)
         tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         if (body.max_completion_tokens or 0) < 0:
             raise BadRequest(f"max_completion_tokens is {tokens}, the limit is 0", param="max_completion_tokens")
+        tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls, served.families)
         params = body.sampling(
             {"max_tokens": None} | dict(served.defaults),
             logprobs=top,
@@ -148,18 +229,30 @@ class Api:
             prompt_logprobs=body.prompt_logprobs,
         )
         terms = body.terms()
-        prompt = Prompt(None, tuple(await _aside(data, lambda: chat_ids(served, body))))
+        shown = (
+            None if tools.choice == "none" and self._front.habits.exclude_tools_when_tool_choice_none else body.tools
+        )
+        prompt = Prompt(None, tuple(await _aside(data, lambda: chat_ids(served, body, shown))))
+        prompt_end = served.texts.decode(prompt.ids[-PROMPT_END:], skip_special_tokens=False)
+        shows_special = body.skip_special_tokens is None
+        params = self._formed(_for_tools(served, params, tools, prompt_end, shows_special=shows_special))
+        await self._front.learn_forms(params)
         try:
             generation = self._front.generation(
-                _cut(served, body, [prompt]), params, terms, exchange.came_s, _name(exchange, body)
+                cut(served, body, [prompt]), params, terms, exchange.came_s, _name(exchange, body)
             )
         except BadRequest as cause:
             cause.param = "messages" if cause.param == "prompt" else cause.param
             raise
-        details = Details(served.texts, bool(body.return_token_ids), body.prompt_logprobs, of_prompt=False)
-        reply = ChatReply(generation, name, self._texts(served, body), details, top, self._options(body))
-        with generation.admitted(exchange.key, exchange.told):
-            await while_connected(exchange, _answer(exchange, reply, bool(body.stream)))
+        return _Chat(served, name, generation, tools, top, lambda: reader_for(served.families, tools, prompt_end))
+
+    def _formed(self, params: SamplingParams) -> SamplingParams:
+        """With the form that is asked for as the server's settings have it."""
+        form, more = params.structured_outputs, self._front.habits.structured_outputs_config
+        if form is None or not more or (form.json is None and not form.json_object):
+            return params
+        given: dict[str, Any] = {name: getattr(form, name) or bool(more.get(name)) for name in FORM_SETTINGS}
+        return replace(params, structured_outputs=replace(form, **given))
 
     def _texts(self, served: Served, body: SamplingBody) -> TokenTexts | IdTexts:
         """How single tokens are shown."""
@@ -200,11 +293,13 @@ class Api:
 
 async def _answer(exchange: Exchange, reply: Reply, stream: bool) -> None:
     """Reply with what a generation brings, as it comes or at its end."""
-    if stream:
+    # Whether a text can have the form that is asked for is known with its first token.
+    if stream and not reply.generation.formed:
         await exchange.begin_events()
-    given = reply.generation
-    async with aclosing(given.spaced() if stream and given.interval > 1 else given.deltas()) as batches:
+    async with aclosing(reply.generation.batches(stream)) as batches:
         async for batch in batches:
+            if stream and not exchange.begun:
+                await exchange.begin_events()
             if stream and (data := b"".join(map(event, reply.chunks(batch)))):
                 await exchange.events(data)
     if not stream:
@@ -212,6 +307,28 @@ async def _answer(exchange: Exchange, reply: Reply, stream: bool) -> None:
         return
     last = reply.last_chunk()
     await exchange.end((b"" if last is None else event(last)) + DONE)
+
+
+async def _answer_turn(exchange: Exchange, reply: TurnReply, stream: bool) -> None:
+    """Reply with blocks, as they come or at the end."""
+    if stream and not reply.generation.formed:
+        await _begin_turn(exchange, reply)
+    async with aclosing(reply.generation.batches(stream)) as batches:
+        async for batch in batches:
+            if stream and not exchange.begun:
+                await _begin_turn(exchange, reply)
+            data = b"".join(map(typed_event, reply.take(batch)))
+            if stream and data:
+                await exchange.events(data)
+    if stream:
+        await exchange.end(b"".join(map(typed_event, reply.closing())))
+    else:
+        await exchange.reply_json(reply.whole())
+
+
+async def _begin_turn(exchange: Exchange, reply: TurnReply) -> None:
+    await exchange.begin_events()
+    await exchange.events(b"".join(map(typed_event, reply.opening())))
 
 
 async def _aside(data: bytes, work: Callable[[], Result]) -> Result:
@@ -241,90 +358,20 @@ def _top_logprobs(served: Served, body: ChatBody) -> int | None:
     return body.top_logprobs or 0
 
 
-# --- Prompts
-
-
-def completion_prompts(served: Served, body: CompletionBody) -> list[Prompt]:
-    """The prompts of a completion, in the order given. Raises BadRequest."""
-    given = body.prompt
-    if given is None:
-        raise BadRequest("prompt is missing", param="prompt")
-    if isinstance(given, str) or (isinstance(given, list) and given and all(type(item) is int for item in given)):
-        given = [given]
-    if not isinstance(given, list) or not given:
-        raise _wrong_prompt()
-    if all(isinstance(item, str) for item in given):
-        special = body.add_special_tokens is not False
-        if body.truncate_prompt_tokens is None:
-            _check_characters(served, given)
-        return [Prompt(text, tuple(encoded(served, text, special))) for text in given]
-    if all(isinstance(item, list) and all(type(token) is int for token in item) for item in given):
-        return [Prompt(None, tuple(ids)) for ids in given]
-    raise _wrong_prompt()
-
-
-def _check_characters(served: Served, texts: list[str]) -> None:
-    """Raise PromptTooLong for a text that cannot fit however it is encoded, which would take seconds for megabytes."""
-    length = served.facts.limits.max_model_len
-    most = length * served.tokenizer.longest_token * SHRINKAGE
-    longest = max(map(len, texts))
-    if longest > most:
-        raise PromptTooLong(
-            f"the prompt has {longest:,} characters, which are more than the context's {length:,} tokens",
-            param="prompt",
-            hint="shorten the prompt, or raise --max-model-len where the model allows it",
-        )
-
-
-def encoded(served: Served, text: str, special: bool) -> list[int]:
-    """A raw prompt's ids; special tokens' text in it is special tokens."""
-    try:
-        return served.tokenizer.encode(text, add_special_tokens=special)
-    except BadRequest as cause:
-        raise BadRequest(cause.message, param="prompt", hint=cause.hint) from None
-
-
-def chat_ids(served: Served, body: ChatBody | TokenizeBody) -> list[int]:
-    """A conversation's ids through the chat template. Raises BadRequest."""
-    more = dict(body.chat_template_kwargs or {})
-    if clash := sorted(set(more).intersection(_TEMPLATE_ARGUMENTS)):
-        raise BadRequest(f"chat_template_kwargs must not set {clash[0]}", param="chat_template_kwargs")
-    if isinstance(body, ChatBody):
-        more = dict(served.template_kwargs) | more | {"documents": body.documents}
-        if body.reasoning_effort is not None:
-            more["reasoning_effort"] = body.reasoning_effort
-    if body.messages is None:
-        raise BadRequest("messages is missing", param="messages")
-    goes_on = bool(body.continue_final_message)
-    begins = not goes_on if body.add_generation_prompt is None else body.add_generation_prompt
-    return served.tokenizer.apply_chat_template(
-        body.messages, add_generation_prompt=begins, continue_final_message=goes_on, **more
-    )
-
-
-def tokenize_ids(served: Served, body: TokenizeBody) -> list[int]:
-    if body.prompt is None:
-        return chat_ids(served, body)
-    return encoded(served, body.prompt, body.add_special_tokens is not False)
-
-
-def _cut(served: Served, body: SamplingBody, prompts: list[Prompt]) -> list[Prompt]:
-    """The prompts' last truncate_prompt_tokens tokens, or first; -1: as many as leave room for one more."""
-    most = body.truncate_prompt_tokens
-    if most is None:
-        return prompts
-    room = served.facts.limits.max_model_len - 1
-    if most != -1 and not 1 <= most <= room:
-        raise BadRequest(
-            f"truncate_prompt_tokens is {most}, the limit is 1 to {room:,}, or -1", param="truncate_prompt_tokens"
-        )
-    most = room if most == -1 else most
-    kept = slice(most) if body.truncation_side == "right" else slice(-most, None)
-    return [prompt if len(prompt.ids) <= most else Prompt(None, prompt.ids[kept]) for prompt in prompts]
-
-
-def _wrong_prompt() -> BadRequest:
-    return BadRequest(
-        "prompt must be a text, a list of texts, a list of token ids, or a list of lists of them, and not empty",
-        param="prompt",
-    )
+def _for_tools(
+    served: Served, params: SamplingParams, tools: Tools, prompt_end: str, *, shows_special: bool
+) -> SamplingParams:
+    """The parameters with the form that a call must have, and so that markers of calls and thoughts are seen."""
+    families, form = served.families, params.structured_outputs
+    if tools.form is not None:
+        if form is not None:
+            raise BadRequest(
+                "tool_choice and response_format each say what form the text shall have", param="tool_choice"
+            )
+        form = tools.form
+    if form is not None and families.thinking is not None and families.thinking.open_after(prompt_end):
+        form = replace(form, after=families.thinking.end)
+    hidden = params.skip_special_tokens
+    if shows_special and families.marked_by_special(served.tokenizer, calls=tools.choice == "auto"):
+        hidden = False
+    return replace(params, structured_outputs=form, skip_special_tokens=hidden)

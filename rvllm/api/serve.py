@@ -19,6 +19,7 @@ from rvllm.config import EngineConfig, ServerConfig
 from rvllm.link.client import AsyncEngineClient, Parent
 from rvllm.link.process import EngineProcess
 from rvllm.model.files import Progress
+from rvllm.text.answer import Families
 
 
 def serve(
@@ -30,6 +31,7 @@ def serve(
 ) -> None:
     """Serve until a signal. `note` is told what a user should know. Raises StartError, EngineDied, EngineError."""
     check_tls(server)
+    Families.check(server.tool_call_parser, server.reasoning_parser)
     log = log_of(server, note)
     with listening(server) as (listeners, address), EngineProcess() as child:
         log.note(f"listening at {address}, loading {config.model}")

@@ -30,6 +30,7 @@ from rvllm.link.client import AsyncEngineClient
 from rvllm.link.messages import Facts
 from rvllm.model.files import Progress, locate
 from rvllm.model.source import open_source
+from rvllm.text.answer import Families
 from rvllm.text.completion import default_params, open_tokenizer
 from rvllm.text.token_text import TokenTexts
 from rvllm.text.tokenizer import Tokenizer
@@ -101,7 +102,9 @@ class Serving:
         tokenizer, _, defaults = text
         self.front.admission.rejected = metrics.rejected
         self.front.metrics = metrics
-        self.front.served = Served(tokenizer, TokenTexts(tokenizer), defaults, self._seed, facts, client, kwargs)
+        families = Families.of(tokenizer, self._server.tool_call_parser, self._server.reasoning_parser)
+        texts = TokenTexts(tokenizer)
+        self.front.served = Served(tokenizer, texts, defaults, self._seed, facts, client, families, kwargs)
 
     def stop(self) -> None:
         """Take nothing on any more."""

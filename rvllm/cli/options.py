@@ -265,6 +265,12 @@ sampling_options = chain(
     ),
     click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-text token."),
     click.option("--logit-bias", metavar="JSON", callback=json_object, help="Added to logits, as in '{\"42\": -100}'."),
+    click.option(
+        "--structured-outputs",
+        metavar="JSON",
+        callback=json_object,
+        help='The form of the text: \'{"choice": ["yes", "no"]}\', or json (a schema), regex, grammar, json_object.',
+    ),
     click.option("--seed", type=int, help="The same seed draws the same tokens."),
 )
 """Options that become SamplingParams' fields. The model's generation_config.json stands for those not given."""

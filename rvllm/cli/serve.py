@@ -170,6 +170,28 @@ logs = chain(
 """What is said while serving."""
 
 
+def structured_outputs_config(
+    context: click.Context, parameter: click.Parameter, text: str | None
+) -> dict[str, Any] | None:
+    """vLLM's settings, of which the library's name and what is the default anyway change nothing."""
+    given = json_object(context, parameter, text)
+    if given is None:
+        return None
+    names = ("disable_any_whitespace", "disable_additional_properties")
+    known: dict[str, Any] = {name: given.pop(name) for name in names if name in given}
+    if any(not isinstance(value, bool) for value in known.values()):
+        raise click.BadParameter(f"{' and '.join(known)} must be true or false")
+    if given.pop("enable_in_reasoning", False):
+        raise click.BadParameter("enable_in_reasoning is not done: a form begins behind thoughts")
+    if given.pop("reasoning_parser", ""):
+        raise click.BadParameter("reasoning_parser is an option of its own. hint: --reasoning-parser")
+    given.pop("backend", None)  # grammars have one implementation
+    given.pop("disable_fallback", None)
+    if given:
+        raise click.BadParameter(f"{', '.join(given)} is not known")
+    return known
+
+
 @click.command(cls=VllmCommand, flags=(*ENGINE, *SERVER))
 @click.argument("model_argument", metavar="[MODEL]", required=False)
 @click.option("--host", default=DEFAULTS["host"], show_default=True, help="Where to listen.")
@@ -196,6 +218,31 @@ logs = chain(
     help="What clients call the model; may be repeated.  [default: as MODEL]",
 )
 @click.option(
+    "--tool-call-parser",
+    metavar="NAME",
+    help="How the model writes calls of tools: hermes, llama3_json, mistral, ...  [default: as its chat template does]",
+)
+@click.option(
+    "--enable-auto-tool-choice", is_flag=True, help="Changes nothing: a model may call whatever tools it has."
+)
+@click.option(
+    "--exclude-tools-when-tool-choice-none",
+    is_flag=True,
+    help="Where no tool may be called, show the model none.",
+)
+@click.option(
+    "--reasoning-parser",
+    default=DEFAULTS["reasoning_parser"],
+    metavar="NAME",
+    help="Tell thoughts apart from answers: qwen3, deepseek_r1, ...  [default: they are text like any other]",
+)
+@click.option(
+    "--structured-outputs-config",
+    metavar="JSON",
+    callback=structured_outputs_config,
+    help="Of texts that must have a form: '{\"disable_any_whitespace\": true}', disable_additional_properties.",
+)
+@click.option(
     "--shutdown-timeout",
     default=DEFAULTS["shutdown_timeout"],
     show_default=True,
@@ -215,7 +262,8 @@ def serve(model_argument: str | None, quiet: bool, verbose: bool, **options: Any
     """Serve MODEL to OpenAI's clients, until SIGTERM or Ctrl-C; a second one ends at once.
 
     Answers GET /health, /ping, /version, /v1/models, /metrics, /load and POST /v1/completions, /v1/chat/completions,
-    /tokenize, /detokenize. The port is open at once, and /health is 503 until the model is loaded.
+    /v1/responses, /v1/messages, /tokenize, /detokenize. The port is open at once, and /health is 503 until the model
+    is loaded.
     """
     from rvllm.config import EngineConfig
 

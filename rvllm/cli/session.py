@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 SAMPLING_NAMES = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "seed", "logprobs",
+    "structured_outputs",
 )  # fmt: skip
 _AT_FIRST: Mapping[str, Any] = {"temperature": 0.0, "max_tokens": None}
 

@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from rvllm.engine.flight import Flight, allow_late, ask, ask_verified, new_sequence
+from rvllm.engine.flight import Flight, allow_late, ask, ask_verified, new_sequence, write_masks
 from rvllm.engine.garbage import uncollected
+from rvllm.engine.grammar import Grammars, Vocabulary, mask_words, matcher_for
 from rvllm.engine.holdings import Holdings
 from rvllm.engine.model import Model
-from rvllm.engine.request import RANK, Request, Sequence, TokenEvent, leave_family, take_out
+from rvllm.engine.request import RANK, Request, Sequence, TokenEvent, event_of, leave_family, take_out
 from rvllm.engine.scheduler import Limits, Plan, check_length, schedule
 from rvllm.engine.speculation import Speculator, Verification, most_ahead
 from rvllm.engine.step import advance, build_step, build_verification, slots_of
@@ -47,6 +48,7 @@ class Engine:
         self._flight: Flight | None = None
         self._stuck = False  # whether those that wait have to, until something ends
         self.counts = Counts()
+        self.grammars: Grammars | None = None  # once it knows its tokens' bytes
 
     @property
     def busy(self) -> bool:
@@ -78,6 +80,11 @@ class Engine:
         for sequence in self._running:  # nobody knows its blocks now, and later ones alone would never be found
             sequence.registered = 0
 
+    def learn(self, vocabulary: Vocabulary) -> Grammars:
+        """Take the tokens' bytes, for grammars; those that it has, where it has them. Raises BadRequest."""
+        self.grammars = self.grammars or Grammars(vocabulary, mask_words(self._model.program), self.limits.eos_ids)
+        return self.grammars
+
     def check(self) -> None:
         """Assert that blocks and slots are held by the sequences that are here, and by nobody else."""
         self._held.check([*self._running, *self._ending])
@@ -92,7 +99,8 @@ class Engine:
     def add(self, *requests: Request) -> None:
         """Queue a request, or several completions of one prompt, which is then read once.
 
-        Raises PromptTooLong when the prompt leaves no room for a token; ids must be in range.
+        Raises PromptTooLong when the prompt leaves no room for a token, and BadRequest for a form of its text that
+        cannot be held to, unless the grammar is compiled already; ids must be in range.
         """
         first = requests[0]
         assert first.prompt_ids and all(one.params.max_tokens != 0 and one.id not in self._known for one in requests)
@@ -140,8 +148,9 @@ class Engine:
     # Before a step
 
     def _born(self, request: Request, keys: list[bytes]) -> Sequence:
+        matcher = matcher_for(self.grammars, request.params)
         self.counts.arrivals += 1
-        return new_sequence(request, keys, self.limits, arrival=self.counts.arrivals, turn=self.counts.steps)
+        return new_sequence(request, keys, self.limits, self.counts.arrivals, self.counts.steps, matcher)
 
     def _take_off(self) -> Flight | None:
         """Plan a step, make room for it and start it."""
@@ -187,6 +196,7 @@ class Engine:
         size = self.limits.block_size
         step = build_step(plan.chunks, size, self._groups, self._held.tables)
         asked = ask(plan, step.query_starts.tolist())
+        write_masks(self.grammars, asked)
         if len(asked.places) != len(step.rows):
             step = replace(step, rows=np.array(asked.places, dtype=np.int32))
         filled, number = [], self.counts.steps
@@ -236,6 +246,7 @@ class Engine:
         tokens = verification.filled(sequences)
         step = build_verification(sequences, tokens, self.limits.block_size, self._groups, self._held.tables)
         asked = ask_verified(sequences, tokens)
+        write_masks(self.grammars, asked)
         for sequence in sequences:
             sequence.computed += 1
             sequence.turn = self.counts.steps
@@ -349,9 +360,13 @@ class Engine:
         ids.append(token)
         if sequence.counted:
             sequence.output_counts[token] += 1
-        if sequence.told and len(ids) < sequence.limit and token not in sequence.stop_ids:
+        turns = len(ids) >= sequence.limit or token in sequence.stop_ids or sequence.matcher is not None
+        if sequence.told and not turns:
             return TokenEvent(sequence.request.id, token, sampled.logprob, sampled.top_logprobs, None, None)
-        return self._turning_point(sequence, sampled)
+        event = event_of(sequence, sampled)
+        if event.finish_reason is not None:
+            self._retire(sequence)
+        return event
 
     def _accept(self, flight: Flight, verifies: Verification, drawn: list[Sampled]) -> list[TokenEvent]:
         """The tokens of a step that verified guesses: each sequence's up to the first behind a guess that was wrong.
@@ -383,21 +398,6 @@ class Engine:
         tokens = len(sequence.token_ids)
         if self.limits.prefix_caching and tokens // self.limits.block_size > sequence.registered:
             self._held.register(sequence, tokens)
-
-    def _turning_point(self, sequence: Sequence, sampled: Sampled) -> TokenEvent:
-        """A token that is a sequence's first or ends it."""
-        token, name = sampled.token_id, sequence.request.id
-        stop_id = token if token in sequence.stop_ids else None
-        finish = "stop" if stop_id is not None else "length" if len(sequence.token_ids) >= sequence.limit else None
-        if finish is not None:
-            self._retire(sequence)
-        if sequence.told:
-            return TokenEvent(name, token, sampled.logprob, sampled.top_logprobs, finish, stop_id)
-        sequence.told = True
-        scores = tuple(sequence.scores) if sequence.scored else None
-        cached = sequence.cached_tokens
-        logprob, top, waited_s = sampled.logprob, sampled.top_logprobs, sequence.waited_s
-        return TokenEvent(name, token, logprob, top, finish, stop_id, cached, scores, waited_s)
 
     def _retire(self, sequence: Sequence) -> None:
         """End a running sequence. Its blocks are free now, or when the flight that writes to them has landed."""

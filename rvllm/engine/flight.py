@@ -6,6 +6,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Any
 
+from rvllm.engine.grammar import Grammars, Matcher
 from rvllm.engine.request import Request, Sequence
 from rvllm.engine.scheduler import Limits, Plan
 from rvllm.engine.speculation import Drafts, Verification
@@ -89,7 +90,17 @@ def ask_verified(sequences: Items[Sequence], drafts: Drafts) -> Asked:
     return asked
 
 
-def new_sequence(request: Request, keys: list[bytes], limits: Limits, *, arrival: int, turn: int) -> Sequence:
+def write_masks(grammars: Grammars | None, asked: Asked) -> None:
+    """What grammars let come next, for the rows of sequences that have one."""
+    found = (one.matcher for one, row in zip(asked.sequences, asked.rows) if row.mask is not None)
+    if matchers := [matcher for matcher in found if matcher is not None]:
+        assert grammars is not None
+        grammars.fill(matchers)
+
+
+def new_sequence(
+    request: Request, keys: list[bytes], limits: Limits, arrival: int, turn: int, matcher: Matcher | None = None
+) -> Sequence:
     """What a request becomes, and how its first token is drawn. `keys`: of its prompt's full blocks."""
     params, length = request.params, len(request.prompt_ids)
     # The last token is drawn but never cached.
@@ -105,9 +116,11 @@ def new_sequence(request: Request, keys: list[bytes], limits: Limits, *, arrival
         keys=list(keys),
         stop_ids=own if params.ignore_eos else own | limits.eos_ids,
         counted=params.penalises,
+        matcher=matcher,
     )
     early = tuple(sorted(sequence.stop_ids)) if params.min_tokens else ()
     sequence.row = SamplingRow(params, request.seed, length, request.prompt_ids, sequence.output_counts, early)
+    sequence.row.mask = None if matcher is None else matcher.mask
     return sequence
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from time import monotonic
 
+from rvllm.engine.grammar import Matcher
 from rvllm.errors import BadRequest
 from rvllm.sampling.lookup import Past
 from rvllm.sampling.params import SamplingParams
@@ -49,11 +50,12 @@ def check_request(prompt_ids: Items[int], params: SamplingParams, *, vocab_limit
 # Not frozen: one is made for every token, and a frozen one takes five times as long.
 @dataclass(slots=True)
 class TokenEvent:
-    """One new token of a request. `finish_reason`: None while it goes on, else "stop" | "length".
+    """One new token of a request. `finish_reason`: None while it goes on, else "stop" | "length" | "error".
 
-    `stop_id` is the token id that ended it, where one did. Log-probabilities are natural logs, when asked for. With the
-    first token alone: `cached_tokens`, how many of the prompt's were in the cache, and, when asked for,
-    `prompt_logprobs` of the prompt's tokens but the first; `waited_s`, from its arrival to the step in which it began.
+    `stop_id` is the token id that ended it, where one did; `error` says why it cannot go on: the token is then none.
+    Log-probabilities are natural logs, when asked for. With the first token alone: `cached_tokens`, how many of the
+    prompt's were in the cache, and, when asked for, `prompt_logprobs` of the prompt's tokens but the first; `waited_s`,
+    from its arrival to the step in which it began.
     """
 
     request_id: str
@@ -65,6 +67,7 @@ class TokenEvent:
     cached_tokens: int | None = None
     prompt_logprobs: tuple[Sampled, ...] | None = None
     waited_s: float | None = field(default=None, compare=False)
+    error: str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -85,6 +88,7 @@ class Sequence:
     counted         whether its drawn tokens are counted, in `output_counts`: where there are penalties
     past            what its next tokens are guessed from, once they are
     born_s          on the monotonic clock; `waited_s`: from there to the step in which it first began
+    matcher         how far it has come in its grammar, where it has one
     """
 
     request: Request
@@ -109,6 +113,7 @@ class Sequence:
     told: bool = False
     output_counts: Counter[int] = field(default_factory=Counter)
     past: Past | None = None
+    matcher: Matcher | None = None
     born_s: float = field(default_factory=monotonic)
     waited_s: float | None = None
 
@@ -143,6 +148,25 @@ def leave_family(sequence: Sequence) -> None:
         for sibling in others:
             sibling.leader = leader
         sequence.siblings = []
+
+
+def event_of(sequence: Sequence, sampled: Sampled) -> TokenEvent:
+    """What is told of a sequence's new token, of which its grammar is told, too: the first, the last, or any."""
+    token, name, matcher = sampled.token_id, sequence.request.id, sequence.matcher
+    stop_id = token if token in sequence.stop_ids else None
+    ends = stop_id is not None
+    if matcher is not None and not ends:
+        matcher.accept(token)
+        if matcher.error is not None:
+            return TokenEvent(name, token, None, (), "error", None, error=matcher.error)
+        ends = matcher.complete
+    finish = "stop" if ends else "length" if len(sequence.token_ids) >= sequence.limit else None
+    if sequence.told:
+        return TokenEvent(name, token, sampled.logprob, sampled.top_logprobs, finish, stop_id)
+    sequence.told = True
+    scores = tuple(sequence.scores) if sequence.scored else None
+    cached, waited_s = sequence.cached_tokens, sequence.waited_s
+    return TokenEvent(name, token, sampled.logprob, sampled.top_logprobs, finish, stop_id, cached, scores, waited_s)
 
 
 def take_out(queue: list[Sequence], sequence: Sequence) -> None:

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from dataclasses import dataclass
 from pathlib import Path
 
+from rvllm.engine.grammar import Vocabulary
 from rvllm.engine.request import Request, TokenEvent
 from rvllm.errors import EngineDied, RvllmError
 from rvllm.link.messages import (
@@ -26,6 +27,7 @@ from rvllm.link.messages import (
     Fatal,
     Frames,
     FromEngine,
+    Learn,
     Malformed,
     Message,
     Note,
@@ -153,6 +155,7 @@ class Client(ABC):
 
     def __init__(self, parent: Parent) -> None:
         self.facts: Facts | None = None  # once it is ready
+        self.taught = False  # whether it knows what its tokens stand for
         self.stopping = False  # it takes no more requests, and its end will be no failure
         self.error: Exception | None = None  # what ended the link
         self._parent = parent
@@ -167,6 +170,11 @@ class Client(ABC):
         self._write(Submit(tuple(requests)))
         self._streams.update(streams)
         return list(streams.values())
+
+    def teach(self, vocabulary: Vocabulary) -> None:
+        """Tell what tokens stand for, before the first request with structured_outputs. Raises EngineDied."""
+        self._write(Learn(vocabulary))
+        self.taught = True
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Forget requests, whatever has become of them, and end their streams."""

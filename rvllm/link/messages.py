@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from rvllm.config import EngineConfig
+from rvllm.engine.grammar import Vocabulary
 from rvllm.engine.request import Request, TokenEvent
 from rvllm.engine.scheduler import Limits
 from rvllm.engine.tally import Histogram, Load
@@ -63,6 +64,12 @@ class Start(Message, frozen=True):
     config: EngineConfig
     vocab_limit: int
     eos_ids: frozenset[int]
+
+
+class Learn(Message, frozen=True):
+    """What the tokens stand for; before the first request whose text must have a form. Once told, it stays."""
+
+    vocabulary: Vocabulary
 
 
 class Submit(Message, frozen=True):
@@ -147,7 +154,7 @@ class Fatal(Message, frozen=True):
     trace: str
 
 
-FromFront = Start | Submit | Abort | AskStats | Shutdown
+FromFront = Start | Learn | Submit | Abort | AskStats | Shutdown
 FromEngine = Progress | Note | Ready | Tokens | Failed | Stats | Stopping | Fatal
 Said = TypeVar("Said")
 

@@ -19,6 +19,7 @@ from rvllm.engine.engine import Engine
 from rvllm.engine.request import Request, TokenEvent, check_request
 from rvllm.engine.tally import Histogram
 from rvllm.errors import BadRequest, EngineError, RvllmError
+from rvllm.link.compiling import Compiler
 from rvllm.link.messages import (
     Abort,
     AskStats,
@@ -26,6 +27,7 @@ from rvllm.link.messages import (
     Failed,
     Frames,
     FromFront,
+    Learn,
     Malformed,
     Message,
     Note,
@@ -63,10 +65,11 @@ PAUSE_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1)
 def _shared(request: Request) -> tuple[object, ...]:
     """Neighbours of which this is the same are completions of one prompt, which is then read once.
 
-    Not where the prompt's own log-probabilities are wanted: those are told of the request that reads it.
+    Not where the prompt's own log-probabilities are wanted: those are told of the request that reads it. The form of
+    the text is part of it: a grammar is compiled for all of them.
     """
     alone = request.id if request.params.prompt_logprobs is not None else None
-    return request.prompt_ids, request.cache_salt, request.priority, alone
+    return request.prompt_ids, request.cache_salt, request.priority, alone, request.params.structured_outputs
 
 
 class Front:
@@ -118,7 +121,9 @@ class Server:
     ) -> None:
         self._engine, self._facts = engine, facts
         self._parent, self._listener, self._terminate = parent, listener, terminate
-        self._owners: dict[str, Front] = {}  # of every request in the engine
+        self._owners: dict[str, Front] = {}  # of every request in the engine, or with the compiler
+        self._compiler: Compiler[Front] = Compiler(engine)
+        self._compiling: dict[str, Request] = {}  # those that wait for it
         self._fronts = {parent}
         self._steps = 0
         self._uncollected_steps = 0
@@ -130,6 +135,7 @@ class Server:
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._selector.register(terminate, selectors.EVENT_READ, self._end_soon)
+        self._selector.register(self._compiler.ready, selectors.EVENT_READ, self._add_compiled)
 
     def run(self) -> None:
         """Serve until the parent is gone or has said Shutdown. Raises whatever the engine raises, its words sent."""
@@ -152,6 +158,7 @@ class Server:
         for front in self._parent_last():
             front.close(max(end_s - time.monotonic(), 0.0))
         self._selector.close()
+        self._compiler.close()
 
     # --- The engine
 
@@ -209,21 +216,38 @@ class Server:
                 self._send(front, Failed(request.id, failure_of(cause)))
             else:
                 good[request.id] = request
-        for _, group in groupby(good.values(), _shared):
-            self._add(front, list(group))
-
-    def _add(self, front: Front, group: list[Request]) -> None:
-        if front.closed:  # gone since it sent this
-            return
-        try:
-            self._engine.add(*group)
-        except BadRequest as cause:
+        for _, same in groupby(good.values(), _shared):
+            group = list(same)
+            if front.closed:  # gone since it sent this
+                return
             for request in group:
+                self._owners[request.id] = front
+                front.held.add(request.id)
+            if group[0].params.structured_outputs is None:
+                self._add(front, group)
+            else:
+                self._compiling |= {request.id: request for request in group}
+                self._compiler.compile(front, group)
+
+    def _add(self, front: Front, group: list[Request], error: RvllmError | None = None) -> None:
+        """Put requests into the engine that are a front's, unless there is an error: then say so."""
+        try:
+            if error is not None:
+                raise error
+            self._engine.add(*group)
+        except RvllmError as cause:
+            for request in group:
+                self._forget(request.id)
                 self._send(front, Failed(request.id, failure_of(cause)))
-            return
-        for request in group:
-            self._owners[request.id] = front
-            front.held.add(request.id)
+
+    def _add_compiled(self) -> None:
+        """Put those into the engine whose grammars are compiled, and who are still wanted."""
+        for done in self._compiler.take():
+            wanted = [one for one in done.requests if self._compiling.get(one.id) is one]
+            for request in wanted:
+                del self._compiling[request.id]
+            if wanted:
+                self._add(done.owner, wanted, done.error)
 
     def _check(self, request: Request) -> None:
         """Raises BadRequest for what cannot be run, and EngineError while the engine is stopping."""
@@ -243,6 +267,7 @@ class Server:
 
     def _forget(self, request_id: str) -> None:
         self._owners.pop(request_id).held.remove(request_id)
+        self._compiling.pop(request_id, None)
 
     def _abort(self, request_id: str) -> None:
         self._forget(request_id)
@@ -298,6 +323,8 @@ class Server:
     def _handle(self, front: Front, message: FromFront) -> None:
         if isinstance(message, Submit):
             self._submit(front, message.requests)
+        elif isinstance(message, Learn):
+            self._compiler.learn(message.vocabulary)
         elif isinstance(message, Abort):
             for request_id in message.ids:
                 if request_id in front.held:
@@ -348,7 +375,8 @@ class Server:
     def _ended(self) -> bool:
         if self._parent.closed:
             return True
-        return self._stop_at_s is not None and (not self._engine.busy or time.monotonic() >= self._stop_at_s)
+        busy = self._engine.busy or self._compiling
+        return self._stop_at_s is not None and (not busy or time.monotonic() >= self._stop_at_s)
 
     def _stop(self, drain_s: float) -> None:
         """Take no more requests; end when those there are through, or `drain_s` seconds from now."""

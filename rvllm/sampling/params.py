@@ -14,6 +14,7 @@ from itertools import chain
 from numbers import Integral, Real
 
 from rvllm.errors import BadRequest
+from rvllm.sampling.structured import StructuredOutputsParams
 
 # vLLM's bound for "zero": here the noise could still turn only a gap under 26e-5 between two logits.
 GREEDY_TEMPERATURE = 1e-5
@@ -44,6 +45,7 @@ class SamplingParams:
     allowed_token_ids           None: all; otherwise a list of ids, the only ones ever drawn
     bad_words                   strings, never written where there is a choice; the tokenizer's owner makes ids of them
     bad_words_token_ids         the same as lists of ids: the last is not drawn where the output ends with the others
+    structured_outputs          the form that the text must have; also given as an object with its fields
     speculate                   whether tokens may be guessed where the engine does so: the output is the same
     """
 
@@ -70,6 +72,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    structured_outputs: StructuredOutputsParams | None = None
     speculate: bool = True
 
     def __post_init__(self) -> None:
@@ -90,6 +93,8 @@ class SamplingParams:
         self._set("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
         self._set("bad_words", _strings("bad_words", self.bad_words))
         self._set("bad_words_token_ids", _sequences("bad_words_token_ids", self.bad_words_token_ids))
+        if self.structured_outputs is not None:
+            self._set("structured_outputs", StructuredOutputsParams.parse(self.structured_outputs))
         self._check_together()
 
     def _set(self, name: str, value: object) -> None:
@@ -103,6 +108,12 @@ class SamplingParams:
                 "stop has strings, but detokenize is false and no text will exist to find them in",
                 param="stop",
                 hint="use stop_token_ids, or leave detokenize true",
+            )
+        if self.structured_outputs is not None and self.allowed_token_ids is not None:
+            raise BadRequest(
+                "allowed_token_ids and structured_outputs together may leave no token to draw",
+                param="allowed_token_ids",
+                hint="leave one of them out",
             )
         if self.allowed_token_ids == ():
             raise BadRequest(

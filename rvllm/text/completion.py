@@ -11,7 +11,7 @@ from typing import Any
 
 from rvllm.config import EngineConfig
 from rvllm.engine.request import Request, TokenEvent
-from rvllm.errors import BadRequest
+from rvllm.errors import BadRequest, EngineError
 from rvllm.model.files import ModelFiles, Progress, locate, read_json
 from rvllm.sampling.params import SamplingParams
 from rvllm.sampling.philox import fresh_seed, offset_seed
@@ -106,8 +106,10 @@ class Writer:
         self.prompt_logprobs: tuple[Logprobs | None, ...] | None = None
 
     def write(self, event: TokenEvent) -> Delta:
-        """Take one token; the text that became certain with it."""
+        """Take one token; the text that became certain with it. Raises EngineError where the request cannot go on."""
         params = self._request.params
+        if event.error is not None:
+            raise EngineError(event.error)
         if event.cached_tokens is not None:
             self._keep_prompt(event)
         if params.max_tokens == 0:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from functools import lru_cache
 
+from rvllm.engine.grammar import Vocabulary
 from rvllm.text.tokenizer import Tokenizer
 
 _BROKEN = "\ufffd"
@@ -34,12 +36,25 @@ class TokenTexts:
     def _of(self, token_id: int) -> tuple[str, bytes]:
         text = self._tokenizer.decode([token_id], skip_special_tokens=False)
         spelled = self._tokenizer.token_of(token_id) or ""
-        if spelled.startswith(_BLANK) and not text.startswith(" "):
+        match = _BYTE_TOKEN.fullmatch(spelled)
+        if match and text != spelled:
+            data = bytes([int(match[1], 16)])
+            return (data.decode() if data.isascii() else text), data
+        blanks = len(spelled) - len(spelled.lstrip(_BLANK))
+        if blanks and text.startswith(" " * (blanks - 1)) and not text.startswith(" " * blanks):
             text = " " + text  # which decoders take from the start of a text
         if _BROKEN not in text:
             return text, text.encode()
-        if match := _BYTE_TOKEN.fullmatch(spelled):
-            return text, bytes([int(match[1], 16)])
         if spelled and all(character in _BYTES for character in spelled):
             return text, bytes(_BYTES[character] for character in spelled)
         return text, text.encode()
+
+    def vocabulary(self, count: int, plain: Collection[str] = ()) -> Vocabulary:
+        """What the ids below `count` stand for, for grammars; special tokens for nothing, but for those in `plain`.
+
+        Takes a second where there are many.
+        """
+        of, known = self._of, self._tokenizer.token_of
+        tokens = tuple(of(token)[1] if known(token) is not None else b"" for token in range(count))
+        special = frozenset(token for text, token in self._tokenizer.special_tokens.items() if text not in plain)
+        return Vocabulary(tokens, special)

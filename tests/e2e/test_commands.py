@@ -384,3 +384,10 @@ def test_generate_without_a_prompt_in_a_terminal_is_wrong_usage(paris: Path) -> 
     )
     child.expect("error: there is no prompt")
     assert ended(child) == 2
+
+
+def test_generate_holds_to_a_form_or_says_why_it_cannot(paris: Path) -> None:
+    common = ("generate", "x", "--model", paris, "--raw", "--structured-outputs")
+    assert rvllm(*common, '{"choice": ["no", "not"]}', "--temperature", "3").stdout in ("no\n", "not\n")
+    refused = rvllm(*common, '{"json": {"type": "strin"}}')
+    assert refused.returncode == 1 and "strin" in refused.stderr and "Traceback" not in refused.stderr

@@ -147,17 +147,18 @@ def test_all_libraries_work_from_the_unpacked_build_alone(archive: Path, cache: 
     check = """
 import numpy, tokenizers, jinja2.sandbox, markupsafe._speedups, msgspec, click, cuda.bindings.driver, cuda.pathfinder
 import uvicorn.protocols.http.httptools_impl, uvicorn.protocols.http.h11_impl, uvloop, prometheus_client.multiprocess
-import rvllm.version, kernels_ptx
+import rvllm.version, kernels_ptx, llguidance.gbnf_to_lark
 assert numpy.linalg.inv(numpy.eye(3) * 2)[0, 0] == 0.5
 assert numpy.random.default_rng(0).random() < 1 and abs(numpy.fft.fft([1, 2])[0]) == 3
 assert tokenizers.Tokenizer(tokenizers.models.BPE()).to_str()
+assert not llguidance.LLMatcher.validate_grammar(llguidance.LLMatcher.grammar_from_regex("a+"))
 assert msgspec.msgpack.decode(msgspec.msgpack.encode({"a": [1]})) == {"a": [1]}
 assert jinja2.sandbox.ImmutableSandboxedEnvironment().from_string("{{ a }}").render(a="x") == "x"
 try:
     cuda.bindings.driver.cuInit(0)  # a machine with the driver
 except cuda.pathfinder.DynamicLibNotFoundError as error:
     assert "libcuda.so.1" in str(error)
-ours = ("numpy", "tokenizers", "jinja2", "markupsafe", "msgspec", "click", "cuda", "rvllm", "kernels_ptx", "uvicorn", "h11", "httptools", "uvloop", "prometheus_client")
+ours = ("numpy", "tokenizers", "jinja2", "markupsafe", "msgspec", "click", "cuda", "rvllm", "kernels_ptx", "llguidance", "uvicorn", "h11", "httptools", "uvloop", "prometheus_client")
 for name, module in list(sys.modules.items()):
     if name.partition(".")[0] in ours and getattr(module, "__file__", None):
         assert module.__file__.startswith(folder), (name, module.__file__)
@@ -183,6 +184,8 @@ def test_a_bare_python_serves_with_it(archive: Path, cache: Path, tmp_path: Path
     with serving(model.folder, folder=tmp_path / "server", program=bare, RVLLM_CACHE=str(cache)) as server:
         reply = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "Capital of France?"}])
         assert reply.json["choices"][0]["message"]["content"] == "Paris."
+        formed = server.post("/v1/completions", prompt="x", structured_outputs={"choice": ["no"]})
+        assert formed.json["choices"][0]["text"] == "no", formed
         libraries = Path(f"/proc/{server.process.pid}/maps").read_text()
         assert all(
             f"{store(cache)}/{name}/{part}" in libraries for name in builds(cache) for part in ("httptools", "uvloop")
@@ -558,6 +561,7 @@ def test_the_entries_are_sorted_and_bear_no_time(archive: Path) -> None:
             "httptools",
             "jinja2",
             "kernels_ptx",
+            "llguidance",
             "markupsafe",
             "msgspec",
             "numpy",

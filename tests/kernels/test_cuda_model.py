@@ -19,12 +19,15 @@ from rvllm.backend.cpu import CpuModel
 from rvllm.backend.cuda.check import Checker
 from rvllm.backend.cuda.context import Graph
 from rvllm.backend.cuda.lower import FUSIONS, Launch
+from rvllm.backend.cuda.matrix_maps import AT_ONCE, MAP_BYTES, MatrixMaps
 from rvllm.backend.cuda.model import CudaModel, StepLimits
 from rvllm.backend.cuda.slots import slot_bytes
 from rvllm.backend.cuda.step_block import padded_sequences, padded_tokens
 from rvllm.engine.block_pool import blocks_for
+from rvllm.engine.engine import Engine
+from rvllm.engine.grammar import Vocabulary
 from rvllm.engine.request import Request, Sequence
-from rvllm.engine.scheduler import Chunk
+from rvllm.engine.scheduler import Chunk, Limits
 from rvllm.engine.step import build_step
 from rvllm.model.files import ModelFiles
 from rvllm.model.source import Source, open_source, record, weights_for
@@ -34,6 +37,7 @@ from rvllm.program.ops import Tensor
 from rvllm.program.program import Program, Step
 from rvllm.sampling.params import SamplingParams
 from rvllm.sampling.sampler import SamplingRow, sample_rows
+from rvllm.sampling.structured import StructuredOutputsParams
 from tests.kernels.host_device import HostDevice
 
 REFERENCE = Path(__file__).parents[1] / "reference"
@@ -289,7 +293,7 @@ def test_a_rehearsal_says_what_graphs_take_and_leaves_nothing_behind() -> None:
     most, tokens = limits().sequences, limits().tokens
     by_rows = {padded_sequences(count, most) for count in range(1, most + 1)}  # of decoding, and of a mixed step's head
     by_tokens = {padded_tokens(count, tokens) for count in range(1, tokens + 1)}
-    drawing = 8 * len(by_rows)  # greedy or not, listing or not, into each of two buffers
+    drawing = 6 * len(by_rows)  # greedy, drawn, or drawn by all logits once more, into each of two buffers
     graphs, slots = (2 * len(by_rows) + len(by_tokens) + drawing) << 20, most * slot_bytes(sizes["vocab_limit"])
     assert counted.rehearse(lambda: device.free_bytes) == graphs + slots
     assert device.graphs == 0 and device.free_bytes == 10 << 30 and len(device.launched) == before
@@ -313,3 +317,47 @@ def test_a_copied_block_is_read_as_the_one_it_was_copied_from() -> None:
         one.token_ids.append(11)
     alone = ours.forward(step_of([row], [1], groups))
     assert np.array_equal(ours.forward(step_of([other], [1], groups)), alone)
+
+
+def test_a_matrix_is_described_once_and_others_beside_it() -> None:
+    device = HostDevice("t90a")
+    maps = MatrixMaps(device)
+    first, other = maps(256, 10, 64, 64), maps(256, 10, 64, 128)
+    assert (maps(256, 10, 64, 64), maps(256, 10, 64, 128)) == (first, other) and other == first + MAP_BYTES
+    found = np.empty(MAP_BYTES, dtype=np.uint8)
+    device.read(first, found)
+    assert np.array_equal(found, device.matrix_map(256, 10, 64, 64))
+    places = {maps(256, rows, 64, 64) for rows in range(1, 2 * AT_ONCE)}
+    assert len(places) == 2 * AT_ONCE - 1 and all(place % 64 == 0 for place in places)
+
+
+def test_texts_have_their_form_beside_others_that_have_none() -> None:
+    source = opened("llama-gqa-tied-llama3-rope")
+    model = cuda_model(source, BF16, "t80")
+    vocab = source.config.vocab_size
+    limits = Limits(
+        max_model_len=LONGEST,
+        block_size=BLOCK,
+        blocks=PLACES * blocks_for(LONGEST, BLOCK),
+        max_num_seqs=3,
+        max_num_batched_tokens=32,
+        prefill_chunk=16,
+        vocab_limit=vocab,
+        eos_ids=frozenset({2}),
+    )
+    engine = Engine(model, limits)
+    tokens = [b"", b"", b"<end>"] + [bytes([97 + number % 5]) for number in range(vocab - 3)]
+    engine.learn(Vocabulary(tuple(tokens), frozenset()))
+    choices = ("abc", "abd", "dead", "ace")
+    form = SamplingParams(max_tokens=9, temperature=0.9, structured_outputs=StructuredOutputsParams(choice=choices))
+    free = SamplingParams(max_tokens=9, temperature=0.9, ignore_eos=True)
+    for number in range(8):
+        engine.add(Request(str(number), (5, 6, 7 + number), free if number % 4 == 3 else form, number))
+    texts: dict[str, bytes] = {}
+    while engine.busy:
+        for event in engine.step():
+            if event.stop_id is None:
+                texts[event.request_id] = texts.get(event.request_id, b"") + tokens[event.token_id]
+    formed = {texts[str(number)].decode() for number in range(8) if number % 4 != 3}
+    assert formed <= set(choices) and len(formed) > 1
+    assert all(texts[name].decode() not in choices for name in ("3", "7"))

@@ -320,3 +320,18 @@ def test_bytes_of_tokens_joined_are_the_texts_bytes(kind: str, tmp_path: Path) -
     data = b"".join(texts.of(token)[1] for token in ids)
     assert data.removeprefix(b" " if kind == "spm" else b"") == text.encode()
     assert all(bytes(texts.of(token)[0], "utf-8") == texts.of(token)[1] for token in ids if len(texts.of(token)[1]) > 1)
+
+
+@pytest.mark.parametrize("kind", ["bytelevel", "spm"])
+def test_a_vocabulary_has_every_tokens_bytes_as_it_stands_in_a_text(kind: str, tmp_path: Path) -> None:
+    words = ("Hello", " world", "  two", "   ", "x  ", '{"a', "<think>")
+    made = tiny_tokenizer(kind, words)
+    (tmp_path / "tokenizer.json").write_text(made.json, encoding="utf-8")
+    tokenizer = Tokenizer.from_pretrained(str(tmp_path))
+    vocabulary = TokenTexts(tokenizer).vocabulary(tokenizer.vocab_size + 3, plain=("<|im_end|>",))
+    assert [vocabulary.tokens[made.id(word)].decode() for word in words] == list(words)
+    assert [vocabulary.tokens[made.first_byte + byte] for byte in range(256)] == [bytes([byte]) for byte in range(256)]
+    assert vocabulary.tokens[tokenizer.vocab_size :] == (b"", b"", b"")
+    assert vocabulary.tokens[made.id("<|eos|>")] == b"<|eos|>"
+    assert {"<|eos|>", "<|im_start|>"} <= {vocabulary.tokens[token].decode() for token in vocabulary.special_ids}
+    assert made.id("<|im_end|>") not in vocabulary.special_ids

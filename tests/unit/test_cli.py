@@ -226,6 +226,8 @@ def test_what_is_no_size_is_refused_with_what_was_given(text: str) -> None:
         (("--logit-bias", "{"), "'{' is not valid JSON"),
         (("--logit-bias", "[1]"), "'[1]' is not an object"),
         (("--logit-bias", '{"5": 1000}'), "--logit-bias: logit_bias is 1000"),
+        (("--structured-outputs", "{}"), "--structured-outputs: structured_outputs: exactly one of"),
+        (("--structured-outputs", '{"regexp": "a"}'), "regexp"),
         (("--speculative-config", "7"), "'7' is not an object"),
         (("--speculative-config", '{"method": "eagle"}'), "method is 'eagle', there is \"ngram\" alone"),
         (("--speculative-config", '{"method": "ngram"}'), "has no num_speculative_tokens"),

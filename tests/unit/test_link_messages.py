@@ -76,15 +76,17 @@ def across(message: Message) -> Any:
 
 def test_every_sampling_parameter_arrives() -> None:
     # A parameter added to the class must be added above, with a value that is not its default.
-    assert set(SAMPLING) == {field.name for field in fields(SamplingParams)}
+    assert {*SAMPLING, "structured_outputs"} == {field.name for field in fields(SamplingParams)}
     plain = SamplingParams()
     assert [name for name, value in SAMPLING.items() if getattr(plain, name) == value] == ["detokenize"]
     assert across(Submit((Request("a", (1,), SamplingParams(**SAMPLING), 7),))).requests[0].params == SamplingParams(
         **SAMPLING
     )
-    # Alone because strings to stop at need it true.
-    off = SamplingParams(detokenize=False, max_tokens=None)
-    assert across(Submit((Request("a", (1,), off, 7),))).requests[0].params == off
+    # Alone because strings to stop at need it true, and allowed_token_ids no form.
+    for form in ({"json": {"type": "object"}, "disable_any_whitespace": True}, {"choice": ["a", "ü"]}):
+        off = SamplingParams(detokenize=False, max_tokens=None, structured_outputs=form)  # type: ignore[arg-type]
+        assert off.structured_outputs is not None and not isinstance(off.structured_outputs, dict)
+        assert across(Submit((Request("a", (1,), off, 7),))).requests[0].params == off
 
 
 def some(hint: Any) -> Any:

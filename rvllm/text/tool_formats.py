@@ -1,0 +1,208 @@
+"""How families of models write calls of tools, by vLLM's names, and who reads what a model's own template writes."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from rvllm.text.tool_calls import (
+    Brackets,
+    Call,
+    CallReader,
+    JsonCalls,
+    Part,
+    Regions,
+    Schemas,
+    arguments_of,
+    calls_in,
+    json_of,
+)
+
+
+class Hermes(JsonCalls):
+    begins, ends = ("<tool_call>",), ("</tool_call>",)
+
+
+class Llama(JsonCalls):
+    begins, at_start = ("<|python_tag|>",), "{"
+
+
+class Mistral(JsonCalls):
+    """A list of objects, or NAME{...}, or NAME[ARGS]{...}, behind each marker."""
+
+    begins = ("[TOOL_CALLS]",)
+    _NAME = re.compile(r"([\w.-]+)(\[CALL_ID\]\w+)?(\[ARGS\])?")
+    _BEGINNING = re.compile(r"[\w.-]{1,256}(\[[A-Z_]{1,16}\]\w{0,256}){0,2}(\[[A-Z_]{0,16})?")
+
+    def _may_name(self, gap: str) -> bool:
+        return self._BEGINNING.fullmatch(gap) is not None
+
+    def _name(self) -> str | None:
+        named = self._NAME.fullmatch(self._gap(self._inside or "").strip())
+        return super()._name() if named is None else named[1]
+
+
+class Granite(JsonCalls):
+    begins = ("<|tool_call|>", "<tool_call>")
+    ends = ("</tool_call>",)
+
+
+class Phi(JsonCalls):
+    begins = ("functools",)
+
+
+class Jamba(JsonCalls):
+    begins, ends = ("<tool_calls>",), ("</tool_calls>",)
+
+
+class Internlm(JsonCalls):
+    begins, ends = ("<|action_start|><|plugin|>",), ("<|action_end|>",)
+
+
+class QwenCoder(Regions):
+    """<function=NAME><parameter=KEY>VALUE</parameter></function>; values are what the tool's parameters say."""
+
+    begins, skips, end = ("<function=",), ("<tool_call>", "</tool_call>"), "</function>"
+
+    def _call(self, inside: str) -> Call | None:
+        head, _, body = inside.removeprefix("<function=").partition(">")
+        name = head.strip().strip("\"'")
+        if not name:
+            return None
+        types = self._schemas.get(name, {}).get("properties", {})
+        given = {}
+        for piece in body.split("</parameter>")[:-1]:
+            key, _, value = piece.partition("<parameter=")[2].partition(">")
+            if key.strip():
+                value = value.removeprefix("\n").removesuffix("\n")
+                given[key.strip()] = _typed(value, types.get(key.strip()))
+        return Call(name, arguments_of(given))
+
+
+class Deepseek(Regions):
+    """NAME and its arguments behind a separator, fenced as code in V3 and bare in V3.1."""
+
+    begins, end = ("<｜tool▁call▁begin｜>",), "<｜tool▁call▁end｜>"
+    skips = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+
+    def _call(self, inside: str) -> Call | None:
+        body = inside.removeprefix(self.begins[0]).removesuffix(self.end)
+        first, _, rest = body.partition("<｜tool▁sep｜>")
+        fenced = re.fullmatch(r"\s*([^\n]+)\n```json\n(.*)\n```\s*", rest, re.DOTALL)
+        name, text = (fenced[1], fenced[2]) if fenced else (first, rest)
+        arguments = json_of(text)
+        return Call(name.strip(), arguments_of(arguments)) if name.strip() and isinstance(arguments, dict) else None
+
+
+class Pythonic(CallReader):
+    """[NAME(KEY=VALUE, ...), ...], the whole text."""
+
+    at_start = "["
+
+    def _begin(self, marker: str) -> None:
+        self._marker, self._value = marker, Brackets("\"'")
+
+    def _within(self, character: str, parts: list[Part]) -> None:
+        self._more.append(character)
+        if self._value.ends(character):
+            inside = (self._inside or "") + "".join(self._more)
+            self._inside = None
+            for part in python_calls(inside.removeprefix(self._marker).strip()) or (inside,):
+                self._tell(part, parts)
+
+
+class Llama4(Pythonic):
+    begins, skips = ("<|python_start|>",), ("<|python_end|>",)
+
+
+READERS: Mapping[str, type[CallReader]] = {
+    "deepseek_v3": Deepseek,
+    "deepseek_v31": Deepseek,
+    "granite": Granite,
+    "hermes": Hermes,
+    "internlm": Internlm,
+    "jamba": Jamba,
+    "llama3_json": Llama,
+    "llama4_json": Llama,
+    "llama4_pythonic": Llama4,
+    "mistral": Mistral,
+    "olmo3": Pythonic,
+    "phi4_mini_json": Phi,
+    "pythonic": Pythonic,
+    "qwen3_coder": QwenCoder,
+    "qwen3_xml": QwenCoder,
+}
+"""vLLM's names."""
+
+_SAMPLE = Call("get_weather", '{"city": "Paris"}')
+SAMPLE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _SAMPLE.name,
+        "description": "The weather.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+SAMPLE_CALL = {
+    "id": "call00001",  # nine, as Mistral's templates want it
+    "type": "function",
+    "function": {"name": _SAMPLE.name, "arguments": json.loads(_SAMPLE.arguments)},
+}
+
+
+def reader_for(written: str) -> type[CallReader] | None:
+    """Whoever reads `written`, in which a model's own template calls SAMPLE_TOOL; None where nobody does."""
+    schemas: Schemas = {_SAMPLE.name: SAMPLE_TOOL["function"]["parameters"]}  # type: ignore[index]
+    for kind in (QwenCoder, Hermes, Mistral, Deepseek, Llama, Pythonic, Llama4, Granite, Jamba, Internlm, Phi):
+        reader = kind(schemas)
+        calls = calls_in(reader.push(written) + reader.finish())
+        if [(call.name, json_of(call.arguments)) for call in calls] == [(_SAMPLE.name, json_of(_SAMPLE.arguments))]:
+            return kind
+    return None
+
+
+def python_calls(text: str) -> list[Call] | None:
+    """The calls of a list in Python's syntax, whose arguments are named and plain values; None for anything else."""
+    try:
+        tree = ast.parse(text, mode="eval").body
+        if not isinstance(tree, ast.List) or not tree.elts:
+            return None
+        return [_python_call(node) for node in tree.elts]
+    except (SyntaxError, ValueError, RecursionError, MemoryError, TypeError):
+        return None
+
+
+def _python_call(node: ast.expr) -> Call:
+    """Raises ValueError for what is no call."""
+    if not isinstance(node, ast.Call) or node.args:
+        raise ValueError("no call")
+    given = {}
+    for argument in node.keywords:
+        if argument.arg is None:
+            raise ValueError("no name")
+        given[argument.arg] = ast.literal_eval(_Constants().visit(argument.value))
+    return Call(ast.unparse(node.func), arguments_of(given))
+
+
+class _Constants(ast.NodeTransformer):
+    """JSON's words for Python's."""
+
+    _WORDS: Mapping[str, Any] = {"true": True, "false": False, "null": None}
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(self._WORDS[node.id]) if node.id in self._WORDS else node
+
+
+def _typed(text: str, schema: Any) -> Any:
+    """A value written without its type."""
+    kinds = schema.get("type") if isinstance(schema, Mapping) else None
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if kinds == ["string"]:
+        return text
+    value = json_of(text)
+    if value is None and text.strip() != "null":
+        return text
+    return text if isinstance(value, str) or ("string" in kinds and value is not None) else value
