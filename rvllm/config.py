@@ -160,6 +160,7 @@ class ServerConfig:
     return_tokens_as_token_ids   show single tokens as token_id:ID where a request does not say how
     enable_force_include_usage   tell the usage of streams where a request does not say whether
     default_chat_template_kwargs arguments of the chat template that a request does not bring
+    stream_interval     tokens of one event of a stream, but for its first and its last
     log_format          of what is said on stderr: "text", or "json" objects
     disable_uvicorn_access_log         no line for every reply (vLLM: there is one)
     disable_access_log_for_endpoints   nor for those of these routes
@@ -203,6 +204,7 @@ class ServerConfig:
     return_tokens_as_token_ids: bool = False
     enable_force_include_usage: bool = False
     default_chat_template_kwargs: dict[str, Any] | None = None
+    stream_interval: int = 1
     log_format: str = "text"
     disable_uvicorn_access_log: bool = True
     disable_access_log_for_endpoints: tuple[str, ...] = ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from rvllm.link.client import AsyncEngineClient, Stream, news
 from rvllm.link.messages import Facts
 from rvllm.sampling.params import SamplingParams
 from rvllm.text.answer import Families
-from rvllm.text.completion import Delta, Terms, Writer, drawing, settled_seed, with_bad_word_ids
+from rvllm.text.completion import Delta, Terms, Writer, drawing, joined, settled_seed, with_bad_word_ids
 from rvllm.text.token_text import TokenTexts
 from rvllm.text.tokenizer import Tokenizer
 
@@ -155,18 +155,22 @@ class Front:
                 request = Request(f"{unique}-{index}", prompt.ids, params, seed, terms.priority, terms.cache_salt)
                 line = Timeline(metrics, asked_s, len(prompt.ids))
                 choices.append(Choice(index, prompt, request, Writer(served.tokenizer, request), line))
-        return Generation(name, choices, served.client, metrics, self.admission)
+        return Generation(name, choices, served.client, metrics, self.admission, self.habits.stream_interval)
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Completions that belong to one request, and their tokens' way from the engine to text."""
+    """Completions that belong to one request, and their tokens' way from the engine to text.
+
+    interval: tokens of one event of a stream.
+    """
 
     name: str
     choices: Sequence[Choice]
     client: AsyncEngineClient
     metrics: Metrics
     admission: Admission
+    interval: int
 
     @contextmanager
     def admitted(self, key: int | None, told: dict[str, Any]) -> Iterator[None]:
@@ -222,6 +226,23 @@ class Generation:
             self.client.abort([stream.request_id for stream in going])
             for choice in going.values():
                 self.metrics.ended(choice.line, reason)
+
+    async def spaced(self) -> AsyncGenerator[list[tuple[Choice, Delta]], None]:
+        """The same, each completion's put together to `interval` tokens, but for its first and its last."""
+        begun: set[int] = set()
+        kept: dict[int, list[Delta]] = {}
+        async with aclosing(self.deltas()) as batches:
+            async for batch in batches:
+                ripe = []
+                for choice, delta in batch:
+                    waiting = kept.setdefault(choice.index, [])
+                    waiting.append(delta)
+                    last = delta.finish_reason is not None
+                    if last or choice.index not in begun or sum(len(one.token_ids) for one in waiting) >= self.interval:
+                        begun.add(choice.index)
+                        ripe.append((choice, joined(kept.pop(choice.index))))
+                if ripe:
+                    yield ripe
 
     def _take(self, going: dict[Stream, Choice]) -> list[tuple[Choice, Delta]]:
         """Write what there is, and take those that end, also by a stop string, out of `going` and the engine."""

@@ -45,6 +45,9 @@ class Log:
         else:
             self.note_text(message)
 
+    def error(self, message: str) -> None:
+        self._write(json_line("error", message) if self.as_json else f"error: {message}")
+
     def ended(self, exchange: Exchange) -> None:
         """An exchange is over, its status 0 where the client was gone first."""
         if self.access and exchange.route not in self.quiet_routes:

@@ -12,6 +12,8 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import wraps
+from typing import Concatenate, ParamSpec
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -44,6 +46,8 @@ OLDER = {
 }
 """Names of vLLM's older versions, which dashboards ask for: told beside the new ones."""
 
+Given = ParamSpec("Given")
+
 METHODS = ("GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE")
 REASONS = ("stop", "length", "abort", "error")
 
@@ -54,10 +58,27 @@ def length_bounds(longest: int) -> tuple[int, ...]:
     return tuple(bound for bound in found if bound <= longest)
 
 
-class Metrics:
-    """One front's counters. `model`: the label model_name; `longest`: what the length of requests may be."""
+def harmless(count: Callable[Concatenate[Metrics, Given], None]) -> Callable[Concatenate[Metrics, Given], None]:
+    """A way to count, of which a fault harms nobody but the figures."""
 
-    def __init__(self, model: str, longest: int) -> None:
+    @wraps(count)
+    def counted(metrics: Metrics, /, *given: Given.args, **named: Given.kwargs) -> None:
+        try:
+            count(metrics, *given, **named)
+        except Exception as error:
+            metrics.fail(error)
+
+    return counted
+
+
+class Metrics:
+    """One front's counters.
+
+    model: the label model_name; longest: what the length of requests may be; tell: is told of a fault in counting.
+    """
+
+    def __init__(self, model: str, longest: int, tell: Callable[[str], None] = lambda message: None) -> None:
+        self._tell, self._failed = tell, False
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self._labels = {"model_name": model, "engine": "0"}
         self._registry = CollectorRegistry()
@@ -114,8 +135,15 @@ class Metrics:
         made = Histogram(f"vllm:{name}", told, tuple(self._labels), buckets=bounds, registry=self._registry)
         return made.labels(**self._labels)
 
+    def fail(self, error: Exception) -> None:
+        """Tell of a fault in counting, once."""
+        if not self._failed:
+            self._failed = True
+            self._tell(f"figures at /metrics are not to be trusted any more: unexpected {type(error).__name__}")
+
     # --- What happens
 
+    @harmless
     def asked(self, params: SamplingParams) -> None:
         """A request for text was taken on."""
         self._going.inc()
@@ -123,21 +151,25 @@ class Metrics:
         if params.max_tokens is not None:
             self._most.observe(params.max_tokens)
 
+    @harmless
     def answered(self, longest: int) -> None:
         """It was answered, or its client is gone. longest: tokens of its longest completion."""
         self._going.dec()
         if longest:
             self._longest.observe(longest)
 
+    @harmless
     def rejected(self, reason: str) -> None:
         self._rejected.labels(model_name=self._labels["model_name"], reason=reason).inc()
 
+    @harmless
     def replied(self, handler: str, method: str, status: int, seconds: float) -> None:
         """A reply to any request went out, or broke off; then the status is 0."""
         method = method if method in METHODS else "other"
         self._http.labels(handler, method, f"{status // 100}xx").inc()
         self._http_s.labels(handler, method).observe(seconds)
 
+    @harmless
     def begun(self, line: Timeline, event: TokenEvent) -> None:
         """A completion's first token came."""
         cached = event.cached_tokens or 0
@@ -148,12 +180,15 @@ class Metrics:
         self._new.observe(line.prompt_tokens - cached)
         self._first_s.observe(line.first_s - line.asked_s)
 
+    @harmless
     def went_on(self, seconds: float) -> None:
         self._next_s.observe(seconds)
 
+    @harmless
     def generated(self, tokens: int) -> None:
         self._generated.inc(tokens)
 
+    @harmless
     def ended(self, line: Timeline, reason: str) -> None:
         """A completion is through, or was given up."""
         self._ended[reason].inc()

@@ -296,7 +296,8 @@ async def _answer(exchange: Exchange, reply: Reply, stream: bool) -> None:
     # Whether a text can have the form that is asked for is known with its first token.
     if stream and not reply.generation.formed:
         await exchange.begin_events()
-    async with aclosing(reply.generation.deltas()) as batches:
+    given = reply.generation
+    async with aclosing(given.spaced() if stream and given.interval > 1 else given.deltas()) as batches:
         async for batch in batches:
             if stream and not exchange.begun:
                 await exchange.begin_events()

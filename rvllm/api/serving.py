@@ -90,7 +90,7 @@ class Serving:
 
     def begin(self, text: Text, facts: Facts, client: AsyncEngineClient) -> None:
         """Answer requests from now on."""
-        metrics = Metrics(self.front.names[0], facts.limits.max_model_len)
+        metrics = Metrics(self.front.names[0], facts.limits.max_model_len, self._log.error)
         metrics.engine.facts = facts
         stages = {"listening": self._listening_s, **dict(facts.startup_s), "ready": process_age_s()}
         metrics.engine.stages = stages
@@ -198,17 +198,24 @@ def _uvicorn_config(app: App, server: ServerConfig) -> uvicorn.Config:
 
 def run(main: Coroutine[Any, Any, None]) -> None:
     """asyncio.run on uvloop where that is installed, which does not wait for threads that may never end."""
-    if find_spec("uvloop"):
-        import uvloop
-
-        loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-    else:
-        loop = asyncio.new_event_loop()
+    try:
+        loop = _new_loop()
+    except BaseException:  # an interrupt: it is not to be said that nobody awaited it
+        main.close()
+        raise
     try:
         loop.run_until_complete(main)
     finally:
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    if find_spec("uvloop"):
+        import uvloop
+
+        return uvloop.new_event_loop()
+    return asyncio.new_event_loop()
 
 
 def process_age_s() -> float:

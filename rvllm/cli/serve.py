@@ -130,6 +130,9 @@ habits = chain(
         "--return-tokens-as-token-ids/--no-return-tokens-as-token-ids",
         help="Show single tokens as token_id:ID where log-probabilities are told.",
     ),
+    server_option(
+        "--stream-interval", type=click.IntRange(1), show_default=True, help="Tokens of one event, but for the first."
+    ),
     server_option("--enable-force-include-usage/--disable-force-include-usage", help="Tell every stream's usage."),
     server_option(
         "--default-chat-template-kwargs",

@@ -5,7 +5,7 @@ Shared by the Python API and the server. Knows text, ids and what a request may 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +37,19 @@ class Delta:
     logprobs: tuple[Logprobs, ...]
     finish_reason: str | None
     stop_reason: str | int | None
+
+
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """Several, one after the other, as one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    return Delta(
+        "".join(delta.text for delta in deltas),
+        tuple(token for delta in deltas for token in delta.token_ids),
+        tuple(entry for delta in deltas for entry in delta.logprobs),
+        deltas[-1].finish_reason,
+        deltas[-1].stop_reason,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,3 +141,17 @@ def test_what_requests_do_not_say_the_server_says(tmp_path_factory: pytest.TempP
         assert reply["choices"][0]["logprobs"]["content"][0]["token"] == "a"
         options = {"stream_options": {"include_usage": False}}
         assert habitual.post("/v1/chat/completions", **ask, **options, stream=True).events[-1]["choices"]
+
+
+def test_an_event_may_have_several_tokens_but_for_the_first(tmp_path_factory: pytest.TempPathFactory) -> None:
+    made = chain_model(tmp_path_factory.mktemp("model"), ["z", EOS], also={"Q": list("abcdefgh")})
+    with serving(made.folder, "--stream-interval", "3", folder=tmp_path_factory.mktemp("server")) as spaced:
+        ask: dict[str, Any] = {"prompt": "Q", "max_tokens": 8, "logprobs": 0, "return_token_ids": True, "stream": True}
+        events = [event["choices"][0] for event in spaced.post("/v1/completions", **ask).events]
+        assert [event["text"] for event in events] == ["a", "bcd", "efg", "h"]
+        assert [len(event["token_ids"]) for event in events] == [1, 3, 3, 1]
+        assert [event["logprobs"]["tokens"] for event in events[:2]] == [["a"], ["b", "c", "d"]]
+        assert [event["finish_reason"] for event in events] == [None, None, None, "length"]
+        stopped = spaced.post("/v1/completions", **{**ask, "stop": "de"}).events
+        assert [event["choices"][0]["text"] for event in stopped] == ["a", "bc", ""]
+        assert stopped[-1]["choices"][0]["stop_reason"] == "de"

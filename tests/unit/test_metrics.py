@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rvllm.api import metrics
-from rvllm.api.metrics import Metrics, length_bounds
+from rvllm.api.metrics import Metrics, Timeline, length_bounds
+from rvllm.engine.request import TokenEvent
 from rvllm.engine.scheduler import Limits
 from rvllm.engine.tally import Histogram, Load
 from rvllm.errors import EngineDied
@@ -94,6 +96,24 @@ def test_an_engine_that_does_not_answer_in_time_has_its_last_word_told(monkeypat
         return seen
 
     assert asyncio.run(look()) == [1, 1, 3, 4]
+
+
+def test_a_fault_of_the_figures_is_told_once_and_harms_no_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    made = Metrics("m", 100, said.append)
+
+    def full(self: object, value: float) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(prometheus_client.Histogram, "observe", full)
+    line = Timeline(made, 0.0, 5)
+    line.submit()
+    for came_s in (1.0, 2.0, 3.0):
+        line.came(TokenEvent("a", 7, None, (), None, None, 0), came_s)
+    made.ended(line, "stop")
+    assert line.tokens == 3 and said == ["figures at /metrics are not to be trusted any more: unexpected OSError"]
 
 
 def test_a_dead_engine_leaves_its_last_figures() -> None:
