@@ -4,8 +4,9 @@
 
 Dummy weights, the engine called directly, greedy. While all sequences decode, events around every graph tell when the
 device works; the rest is idle: between steps, and within one between forward and sampler. The host's share is the CPU
-time of the engine's thread without its waiting for the device. Then one step is sent over and over with a pinned
-context, timed by events from one's end to the next one's: P50, P95 and P99. The last line is JSON.
+time of the engine's thread without its waiting for the device, and of it that of launching graphs. Then one step is
+sent over and over with a pinned context, timed by events from one's end to the next one's: P50, P95 and P99. The last
+line is JSON.
 """
 
 from __future__ import annotations
@@ -41,15 +42,16 @@ class Watch:
     def __init__(self, gpu: Any) -> None:
         self._gpu = gpu
         self.moments: list[tuple[Any, Any]] = []
-        self.waited = 0.0  # CPU seconds
+        self.waited = self.launching = 0.0  # CPU seconds
         self.timing = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._gpu, name)
 
     def replay(self, graph: Any) -> None:
-        first = self._gpu.moment() if self.timing else None
+        first, begun = self._gpu.moment() if self.timing else None, time.thread_time()
         self._gpu.replay(graph)
+        self.launching += time.thread_time() - begun
         if self.timing:
             self.moments.append((first, self._gpu.moment()))
 
@@ -79,6 +81,7 @@ def decode(engine: Engine, workload: Workload, sequences: int, context: int, ste
     for _ in range(steps):
         assert len(engine.step()) == sequences
     cpu, wall = time.thread_time() - cpu - watch.waited, time.perf_counter() - begun
+    launching = watch.launching
     watch.timing = True
     for _ in range(steps):
         assert len(engine.step()) == sequences
@@ -88,7 +91,8 @@ def decode(engine: Engine, workload: Workload, sequences: int, context: int, ste
     plain.forget_moments(moment for pair in watch.moments for moment in pair)
     while engine.busy:
         engine.step()
-    return {"idle": 1 - busy / whole, "host_s": cpu / steps, "step_s": wall / steps}
+    host = {"host_s": cpu / steps, "graphs_s": launching / steps, "step_s": wall / steps}
+    return {"idle": 1 - busy / whole} | host
 
 
 def pinned(engine: Engine, sequences: int, context: int, steps: int) -> dict[str, float]:
@@ -142,10 +146,11 @@ def main() -> None:
             engine, count, given.context, given.pinned
         )
         found[count] = cell
+        host, graphs, whole, middle = (1e3 * cell[name] for name in ("host_s", "graphs_s", "step_s", "p50_s"))
         print(
-            f"N={count}: idle {cell['idle']:.2%}, host {1e3 * cell['host_s']:.3f} of {1e3 * cell['step_s']:.3f} ms a "
-            f"step; pinned: P50 {1e3 * cell['p50_s']:.3f} ms, P95 {cell['p95_s'] / cell['p50_s']:.4f} of it, "
-            f"P99 {cell['p99_s'] / cell['p50_s']:.4f}"
+            f"N={count}: idle {cell['idle']:.2%}, host {host:.3f} (graphs {graphs:.3f}) of {whole:.3f} ms a step; "
+            f"pinned: P50 {middle:.3f} ms, P95 {1e3 * cell['p95_s'] / middle:.4f} of it, "
+            f"P99 {1e3 * cell['p99_s'] / middle:.4f}"
         )
     print(json.dumps({"shape": given.shape, "context": given.context, "n": found}))
 

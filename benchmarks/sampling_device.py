@@ -3,6 +3,7 @@
 Run by `python benchmarks/sampling.py --device`. What the device draws is held to the numpy definition first; where a
 token differs the run ends with exit code 1 and nothing is timed. A graph holds many chains, which take turns at copies
 of the logits that L2 does not hold together, so that launching costs what it does in a decode step and no pass is free.
+A kernel's share is what the chain up to it takes longer than the chain before it, by events on the device.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from rvllm.backend.cuda.kernels import Gpu
+from rvllm.backend.cuda.lower import Launch
 from rvllm.backend.cuda.sampling import DeviceSampler
 from rvllm.program.dtype import Float32
 from rvllm.sampling.params import SamplingParams
@@ -82,12 +84,20 @@ class Bench:
         self.gpu.synchronize()
         return self.sampler.take(rows, 0)
 
-    def device_s(self, rows: Sequence[SamplingRow], repeats: int) -> float:
-        """Median device seconds of one chain; `draw` has sent the rows."""
-        chains = [self.sampler.chain(copy, self.next_ids, rows, len(rows), 0) for copy in self.copies]
-        launches = [launch for turn in range(CHAINS) for launch in self.sampler.launches(chains[turn % COPIES])]
-        graph = self.gpu.capture(launches)
+    def kernels_s(self, rows: Sequence[SamplingRow], repeats: int) -> dict[str, float]:
+        """Median device seconds of each kernel of a chain, which add up to the chain's; `draw` has sent the rows."""
+        chains = [self.launches(copy, rows) for copy in self.copies]
+        names = [launch.entry for launch in chains[0]]
+        ends = [0.0, *(self._chains_s([chain[: last + 1] for chain in chains], repeats) for last in range(len(names)))]
+        return {name: ends[place + 1] - ends[place] for place, name in enumerate(names)}
+
+    def launches(self, copy: int, rows: Sequence[SamplingRow]) -> list[Launch]:
+        return self.sampler.launches(self.sampler.chain(copy, self.next_ids, rows, len(rows), 0))
+
+    def _chains_s(self, chains: Sequence[Sequence[Launch]], repeats: int) -> float:
+        graph = self.gpu.capture([launch for turn in range(CHAINS) for launch in chains[turn % COPIES]])
         times = [self.gpu.seconds(lambda: self.gpu.replay(graph)) / CHAINS for _ in range(repeats + 1)]
+        self.gpu.forget(graph)
         return statistics.median(times[1:])
 
     def host_s(self, rows: Sequence[SamplingRow], repeats: int) -> float:
@@ -131,17 +141,18 @@ def measure(bench: Bench, case: Case, count: int, logits: Float32, repeats: int)
     wrong = fault(logits, rows, bench.draw(rows))
     if wrong:
         raise SystemExit(f"{case.name}, {count} rows: {wrong}; nothing was timed")
-    kernels = len(bench.sampler.launches(bench.sampler.chain(bench.copies[0], bench.next_ids, rows, count, 0)))
-    device_s, host_s = bench.device_s(rows, repeats), bench.host_s(rows, repeats)
+    kernels_s, host_s = bench.kernels_s(rows, repeats), bench.host_s(rows, repeats)
+    device_s = sum(kernels_s.values())
+    parts = " + ".join(f"{name.removeprefix('sample_')} {seconds * 1e6:.1f}" for name, seconds in kernels_s.items())
     pass_s = 4 * count * VOCABULARY / BUS_BYTES_S
     print(
-        f"{case.name:43} {count:4} rows  {kernels} kernels {device_s * 1e6:8.1f} us  a pass at the limit "
-        f"{pass_s * 1e6:6.1f} us  host {host_s * 1e6:7.1f} us"
+        f"{case.name:43} {count:4} rows {device_s * 1e6:8.1f} us  a pass at the limit {pass_s * 1e6:6.1f} us  "
+        f"host {host_s * 1e6:7.1f} us  {parts}"
     )
     return {
         "name": case.name,
         "rows": count,
-        "kernels": kernels,
+        "kernels_s": kernels_s,
         "device_s": device_s,
         "pass_s": pass_s,
         "host_s": host_s,

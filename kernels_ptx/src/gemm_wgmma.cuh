@@ -22,6 +22,7 @@ DEVICE void gemm(const Matrices& in, const Cut& cut, const Meeting& meeting, con
   Own steps(in, tile, memory, words, all * own.part / own.parts, all * (own.part + 1) / own.parts);
   float sums[TOKENS / 2] = {};
   steps.accumulate(steps.end - steps.step, sums, X());
+  start_next_grid();
   const Leaving<TOKENS> leaving = {tile, reinterpret_cast<float*>(memory)};
   if (own.parts == 1) return leaving.finish(out, in.tokens, sums);
   float* workspace = meeting.workspace + int64(own.cut) * own.parts * TOKENS * SLOTS;

@@ -69,6 +69,7 @@ DEVICE void linear_parts(const Matrices& in, int splits, const Cut& cut, const M
   float sums[TOKENS / 2];
   Own steps(in, tile, memory, words, parts.begin_of(first), parts.end_of(last - 1));
   parts.accumulate(steps, first, last, workspace, sums);
+  start_next_grid();
   const Leaving<TOKENS> leaving = {tile, reinterpret_cast<float*>(memory)};
   if (alone) return leaving.finish(out, in.tokens, sums);
   leaving.finish_share(out, in.tokens, own, meeting.counters + own.cut,

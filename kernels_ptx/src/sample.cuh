@@ -6,8 +6,8 @@
 
 // A row is cut into slices of whole units, one block's each: as many as there are blocks. Its bits do not depend on that.
 enum : int { UNIT = 1024, GROUP = 8, MOST_TOPS = 20, BINS = 2048 };
-// Ranks in a row's list of what can matter, in that of its raw logits, and in the one that a block holds.
-enum : int { LONG_LIST = 16384, LISTED = 2048 };
+// Ranks in a row's list of what can matter, and in the one that a block holds; the largest top_k that needs no long list.
+enum : int { LONG_LIST = 16384, LISTED = 2048, SHORT = 256 };
 enum : uint32 { INFINITE = 0x7f800000u };
 DEVICE float minus_infinite() { return float_of(INFINITE | 0x80000000u); }
 
@@ -65,6 +65,14 @@ DEVICE bool selects(const Parameters& p, int limit) {
 }
 // A row that sample_scan alone is for: nothing is drawn, no log-probability told.
 DEVICE bool is_plain(const Parameters& p) { return !is_drawn(p) && p.logprobs < 0; }
+// One whose few tokens sample_finish finds by itself.
+DEVICE bool is_short(const Parameters& p, int limit) {
+  return is_drawn(p) && cuts_by_count(p, limit) && p.top_k <= SHORT;
+}
+// One that all logits have to be looked at again for, now that the best is known.
+DEVICE bool is_weighed(const Parameters& p, int limit) {
+  return p.logprobs >= 0 || (selects(p, limit) && !is_short(p, limit));
+}
 // Top_p counts the mass of what top_k leaves; where that leaves all, the whole row's.
 DEVICE bool cuts_by_mass_alone(const Parameters& p, int limit) {
   return is_drawn(p) && p.top_p < 1.0 && !cuts_by_count(p, limit);
@@ -85,7 +93,7 @@ DEVICE float logit_of(uint64 rank) {
 }
 DEVICE uint64 larger_rank(uint64 a, uint64 b) { return a > b ? a : b; }
 
-// The best of logits that are seen in order of their ids. NaN is never better.
+// The best of values that are seen in order of their ids. NaN is never better.
 struct Best {
   float logit = minus_infinite();
   int id = -1;
@@ -95,70 +103,77 @@ struct Best {
       id = at;
     }
   }
+  DEVICE void see_any(int at, float value) {  // in any order
+    if (value > logit || (value == logit && at < id)) {
+      logit = value;
+      id = at;
+    }
+  }
   DEVICE uint64 rank() const { return id < 0 ? uint64(NO_RANK) : rank_of(logit, id); }
 };
+
+DEVICE bool unordered(float a, float b) { return a != a || b != b; }
 
 // x of step 3. Where the best is +inf, all its equals share the chance and the others have none.
 DEVICE float scaled(float logit, float best, float temperature) {
   if (bits_of(best) == INFINITE) return logit == best ? 0.0f : minus_infinite();
-  return (logit - best) / temperature;
+  return temperature == 1.0f ? logit - best : (logit - best) / temperature;  // division is dear
 }
 // The integer part of 2^40 exp(x), x <= 0: sums of masses do not depend on their order.
 DEVICE uint64 mass_of(float x) { return uint64(exponential(x) * 0x1p40f); }
 
-// ---- The workspace, 16-byte aligned: states (rows), slices (rows, units), lists (rows, LONG_LIST + LISTED), histograms
-// (rows), maxima (rows, 2, 128 units). Of two, the first is of the processed logits, the second of the raw ones.
+// ---- The workspace, 16-byte aligned: states (rows), slices (rows, units), lists (rows, LONG_LIST), histograms (rows),
+// maxima (rows, 2, 128 units). Of two, the first is of the processed logits, the second of the raw ones.
 struct Histogram {  // of ranks, the highest in bin 0; a mass is low + 2^32 high
   uint32 count[BINS], low[BINS], high[BINS];
 };
 enum : int { HISTOGRAM_WORDS = 3 * BINS };
 enum : uint32 {
-  DONE = 1,    // nothing is left to do
-  KNOWN = 2,   // the token is; its log-probability and the best ones are not
-  DIRECT = 4,  // ranks from `cut` on are drawn from; otherwise a cut has to be found
-  FLAT = 8,    // and it has so many ranks before it that no list of them is made
-  OPEN = 16    // before penalties, an id that is not forbidden has a logit above -inf
+  DONE = 1,   // nothing is left to do
+  KNOWN = 2,  // the token is; its log-probability and the best ones are not
+  LISTS = 4,  // sample_weigh lists the ranks that can matter,
+  FLAT = 8,   // or since too many can, only counts them
+  OPEN = 16   // before penalties, an id that is not forbidden has a logit above -inf
 };
 struct alignas(16) State {
-  uint64 best;            // NO_RANK: no token can be drawn
+  uint64 best;            // as a slice's; NO_RANK: no token can be drawn
   uint64 cut;             // tokens of this rank and above may be drawn
   uint64 bounds[2];       // ranks from here on are listed: all that can matter
   uint64 mass, raw_mass;  // of all tokens of this rank and above, and of all raw logits
   uint32 listed[2];       // more than there is room for: the list is not whole
-  int token;
+  int token;              // from sample_scan to sample_bound: the number of slices
   uint32 mode;
   float raw_best;
-  uint32 zeros[3];  // 80 bytes, all of them written
+  uint32 zeros[3];  // 80 bytes
 };
+// The id of a slice's best ranks, and of those of a row, is that of their group: which of its logits it is, is not known.
 struct alignas(16) Slice {
   uint64 best;       // of the processed logits
   uint64 forbidden;  // the best of the forbidden ids, as if they were not
-  uint64 raw_best;
-  double score;  // the largest x + g
-  int drawn;     // and its id
-  uint32 flags;  // HAS_NAN, OPEN
-  float mass;    // about: of the processed logits, the slice's best: 1
-  uint32 zero;   // 48 bytes, all of them written
+  uint64 raw_best;   // where log-probabilities are told
+  uint32 flags;      // HAS_NAN, OPEN
+  float mass;        // about: of the processed logits, the slice's best: 1. 32 bytes, all of them written
 };
 enum : uint32 { HAS_NAN = 1 };
 struct Workspace {
   State* state;
   Slice* slices;
-  uint64* lists;
+  uint64* list;
   Histogram* histogram;
-  float* maxima;  // of the raw logits from maxima + groups on
+  float* maxima;  // of groups: logits, or where all are drawn from, bounds of scores; raw ones from maxima + groups on
   int groups;
 };
 
+DEVICE int groups_of(int limit) { return (limit + GROUP - 1) / GROUP; }
 DEVICE int units_of(int limit) { return (limit + UNIT - 1) / UNIT; }
 DEVICE Workspace workspace_of(unsigned char* base, int rows, int row, int limit) {
   const int units = units_of(limit), groups = units * (UNIT / GROUP);
   State* states = reinterpret_cast<State*>(base);
   Slice* slices = reinterpret_cast<Slice*>(states + rows);
   uint64* lists = reinterpret_cast<uint64*>(slices + int64(rows) * units);
-  Histogram* histograms = reinterpret_cast<Histogram*>(lists + int64(rows) * (LONG_LIST + LISTED));
+  Histogram* histograms = reinterpret_cast<Histogram*>(lists + int64(rows) * LONG_LIST);
   float* maxima = reinterpret_cast<float*>(histograms + rows);
-  return {states + row,     slices + int64(row) * units,      lists + int64(row) * (LONG_LIST + LISTED),
+  return {states + row,     slices + int64(row) * units,      lists + int64(row) * LONG_LIST,
           histograms + row, maxima + int64(row) * 2 * groups, groups};
 }
 

@@ -15,6 +15,8 @@ struct Words8 {
     return i & 4 ? (i & 2 ? d : c) : (i & 2 ? b : a);
   }
 };
+// The i-th of the sixteen halves.
+DEVICE uint32 half_of(const Words8& words, int i) { return words.at(i / 2) >> (i % 2 * 16) & 0xffffu; }
 DEVICE uint64 upper_product(uint64 a, uint64 b) {
   const uint64 a_low = uint32(a), a_high = a >> 32, b_low = uint32(b), b_high = b >> 32;
   const uint64 middle = a_high * b_low + (a_low * b_low >> 32);
@@ -55,6 +57,15 @@ DEVICE float unit_float(uint32 bits) {
   return spread < 0x1.fffffep-1f ? spread : 0x1.fffffep-1f;
 }
 
+// ---- Bounds of scores, in powers of two and without the best logit: found while that is still looked for, by the upper
+// half of the bits alone. Since g < -ln(v), log2(v) >= log2(half) - 16, and a logarithm is above what the bits of a float
+// say, linear between powers of two, they are bounds from above; of half 0, which says little, too.
+DEVICE float score_scale(float temperature) { return 0x1.715476p+0f / temperature; }
+DEVICE float score_bound(float logit, float scale, uint32 half) {
+  const float exact = float_of(0x4b000000u | half) - 0x1p23f;
+  return fused_multiply_add(logit, scale, fused_multiply_add(float(int(bits_of(exact))), -0x1p-23f, 143.0f));
+}
+
 // The best score x + g and its id.
 struct Draw {
   double score;
@@ -91,41 +102,33 @@ DEVICE Draw block_draw(Draw mine) {
   return warp_draw(parts[lane_index() < warp_count() ? lane_index() : 0]);
 }
 
-// The best draw among the tokens of this thread's part of [begin, end) from the cut on.
-DEVICE Draw draw_between(const Row& row, const Parameters& p, uint32 position, float best, uint64 cut, int begin,
-                         int end) {
+// The best draw among those of the row's tokens from the cut on that this thread has.
+DEVICE Draw draw_all(const Row& row, const Parameters& p, uint32 position, float best, uint64 cut) {
   Draw draw = no_draw();
   NO_UNROLL
-  for (int first = begin + BLOCK_IDS * thread_index(); first < end; first += BLOCK_IDS * thread_count()) {
-    float logit[BLOCK_IDS];
+  for (int first = BLOCK_IDS * thread_index(); first < row.limit; first += BLOCK_IDS * thread_count()) {
     uint32 kept = 0;
-    UNROLL
-    for (int part = 0; part < BLOCK_IDS / 4; ++part) {
-      const int from = first + 4 * part;
-      const Four four = from < end ? row.four(from) : Four{};
+    NO_UNROLL
+    for (int part = 0; part < BLOCK_IDS && first + part < row.limit; part += 4) {
+      const Four four = row.four(first + part);
       UNROLL
       for (int i = 0; i < 4; ++i) {
-        logit[4 * part + i] = four.at[i];
-        if (from + i < end && rank_of(four.at[i], from + i) >= cut) kept |= 1u << (4 * part + i);
+        const int id = first + part + i;
+        if (id < row.limit && rank_of(four.at[i], id) >= cut) kept |= 1u << (part + i);
       }
     }
     if (kept == 0) continue;
     const Bits bits = random_bits(p.seed, position, first / BLOCK_IDS);
-    UNROLL
-    for (int i = 0; i < BLOCK_IDS; ++i) {
-      if (kept >> i & 1) draw.see(first + i, scaled(logit[i], best, p.temperature), unit_float(bits.of(i)));
+    NO_UNROLL
+    for (; kept != 0; kept &= kept - 1) {
+      const int i = lowest_bit(kept);
+      draw.see(first + i, scaled(row.one(first + i), best, p.temperature), unit_float(bits.of(i)));
     }
   }
   return draw;
 }
 
-DEVICE Draw draw_listed(const Search& search, const Ranks& ranks, const Parameters& p, uint32 position, float best,
-                        uint64 cut) {
-  Draw draw = no_draw();
-  visit_ranks(search, ranks, cut, [&](uint64 rank) {
-    const int id = id_of(rank);
-    const Bits bits = random_bits(p.seed, position, id / BLOCK_IDS);
-    draw.see(id, scaled(logit_of(rank), best, p.temperature), unit_float(bits.of(id % BLOCK_IDS)));
-  });
-  return draw;
+DEVICE void see_token(Draw& draw, const Parameters& p, uint32 position, float best, int id, float logit) {
+  const Bits bits = random_bits(p.seed, position, id / BLOCK_IDS);
+  draw.see(id, scaled(logit, best, p.temperature), unit_float(bits.of(id % BLOCK_IDS)));
 }

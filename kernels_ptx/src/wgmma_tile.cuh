@@ -82,7 +82,6 @@ struct Steps {
     NO_UNROLL
     for (int i = 0; thread_index() == 0 && i < ahead; ++i) fetch_tokens(i, step + i);
     sync_warp();
-    start_next_grid();  // its blocks find the multiprocessors that have none of this grid's
   }
 
   DEVICE unsigned char* stage_at(int i) const { return memory + i * STAGE_BYTES; }

@@ -21,7 +21,7 @@ LONG_LIST = 16384
 PLANES = 5
 PENALISED, BIASED, FORBIDDEN, BARRED = 1, 2, 4, 8
 FLAT = 8  # of a row's mode
-FULL = (256, 512)  # threads of a block: of sample_bound the second, of the others the first
+FULL = (256, 512)  # threads of a block: of sample_bound and sample_finish the second, of the others the first
 SMALL = (32, 32)  # the same bits, and fewer fibers
 
 Array = npt.NDArray[Any]
@@ -103,7 +103,7 @@ def parameters_of(
 
 def workspace(rows: int, limit: int) -> npt.NDArray[np.uint8]:
     """What any earlier use may have left there."""
-    return RNG.integers(0, 256, rows * (172112 + 1072 * -(-limit // UNIT)), dtype=np.uint8)
+    return RNG.integers(0, 256, rows * (155728 + 1056 * -(-limit // UNIT)), dtype=np.uint8)
 
 
 def run(
@@ -138,16 +138,14 @@ def run(
         names = ("tokens", "next_ids", "logprobs", "top_ids", "top_logprobs")
         head, sizes = [addresses["logits"], parameters.address], [count, vocab, limit]
         chosen, drawing = [addresses[name] for name in names], [*head, addresses["positions"], addresses["workspace"]]
-        scanning = [*head, addresses["workspace"], addresses["counters"], *chosen[:2], *sizes]
+        scanning = [*drawing, addresses["counters"], *chosen[:2], *sizes]
         slices, weighing = [(grid, count) for grid in blocks or (units, units)], [*head, addresses["workspace"], *sizes]
         launches: list[tuple[str, tuple[int, ...], int, list[int]]] = [("scan", slices[0], threads[0], scanning)]
-        if chain == "all":
-            launches += [
-                ("bound", (count,), threads[1], [*weighing[1:3], *chosen[:2], *sizes]),
-                ("weigh", slices[1], threads[0], weighing),
-                ("draw", slices[1], threads[0], [*drawing, *sizes]),
-                ("finish", (count,), min(threads), [*drawing, *chosen, slices[1][0], *sizes]),
-            ]
+        if chain != "greedy":
+            bounding = [*weighing[:3], *chosen[:2], *sizes]
+            weighs = [("bound", (count,), threads[1], bounding), ("weigh", slices[1], threads[0], weighing)]
+            finish = ("finish", (count,), threads[1], [*drawing, *chosen, slices[0][0], *sizes])
+            launches += [*(weighs if chain == "all" else []), finish]
         for name, grid, block, values in launches:
             device.memory.launch(schedule, STEM, f"sample_{name}", grid, block, values, 0, None)
         parameters.take_back()

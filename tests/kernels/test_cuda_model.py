@@ -19,6 +19,7 @@ from rvllm.backend.cpu import CpuModel
 from rvllm.backend.cuda.check import Checker
 from rvllm.backend.cuda.context import Graph
 from rvllm.backend.cuda.lower import FUSIONS, Launch
+from rvllm.backend.cuda.matrix_maps import AT_ONCE, MAP_BYTES, MatrixMaps
 from rvllm.backend.cuda.model import CudaModel, StepLimits
 from rvllm.backend.cuda.slots import slot_bytes
 from rvllm.backend.cuda.step_block import padded_sequences, padded_tokens
@@ -292,7 +293,7 @@ def test_a_rehearsal_says_what_graphs_take_and_leaves_nothing_behind() -> None:
     most, tokens = limits().sequences, limits().tokens
     by_rows = {padded_sequences(count, most) for count in range(1, most + 1)}  # of decoding, and of a mixed step's head
     by_tokens = {padded_tokens(count, tokens) for count in range(1, tokens + 1)}
-    drawing = 8 * len(by_rows)  # greedy or not, listing or not, into each of two buffers
+    drawing = 6 * len(by_rows)  # greedy, drawn, or drawn by all logits once more, into each of two buffers
     graphs, slots = (2 * len(by_rows) + len(by_tokens) + drawing) << 20, most * slot_bytes(sizes["vocab_limit"])
     assert counted.rehearse(lambda: device.free_bytes) == graphs + slots
     assert device.graphs == 0 and device.free_bytes == 10 << 30 and len(device.launched) == before
@@ -348,3 +349,15 @@ def test_texts_have_their_form_beside_others_that_have_none() -> None:
     formed = {texts[str(number)].decode() for number in range(8) if number % 4 != 3}
     assert formed <= set(choices) and len(formed) > 1
     assert all(texts[name].decode() not in choices for name in ("3", "7"))
+
+
+def test_a_matrix_is_described_once_and_others_beside_it() -> None:
+    device = HostDevice("t90a")
+    maps = MatrixMaps(device)
+    first, other = maps(256, 10, 64, 64), maps(256, 10, 64, 128)
+    assert (maps(256, 10, 64, 64), maps(256, 10, 64, 128)) == (first, other) and other == first + MAP_BYTES
+    found = np.empty(MAP_BYTES, dtype=np.uint8)
+    device.read(first, found)
+    assert np.array_equal(found, device.matrix_map(256, 10, 64, 64))
+    places = {maps(256, rows, 64, 64) for rows in range(1, 2 * AT_ONCE)}
+    assert len(places) == 2 * AT_ONCE - 1 and all(place % 64 == 0 for place in places)

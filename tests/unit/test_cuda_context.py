@@ -213,3 +213,15 @@ def test_importing_everything_starts_no_driver() -> None:
 def test_a_call_without_a_result_gives_none_and_one_with_several_the_first() -> None:
     assert check("cuInit", (cuda.CUresult.CUDA_SUCCESS,)) is None
     assert check("cuLinkComplete", (cuda.CUresult.CUDA_SUCCESS, 1, 2)) == 1
+
+
+def test_a_matrix_is_described_by_its_sizes_its_rows_bytes_and_the_box() -> None:
+    map_of = Context(cuda=FakeCuda()).matrix_map(4096, rows=17, columns=1536, box_rows=128)
+    assert map_of.nbytes == 128
+    assert map_of.view(np.uint64)[:6].tolist() == [4096, 1536, 17, 3072, 64, 128]
+
+
+def test_a_matrix_that_the_driver_refuses_is_named() -> None:
+    fake = FakeCuda(broken={"cuTensorMapEncodeTiled": cuda.CUresult.CUDA_ERROR_INVALID_VALUE})
+    with pytest.raises(DeviceError, match=r"17 x 1536, boxes of 128 x 64.*INVALID_VALUE"):
+        Context(cuda=fake).matrix_map(4096, rows=17, columns=1536, box_rows=128)

@@ -23,9 +23,9 @@ from rvllm.sampling.sampler import Sampled, SamplingRow
 MOST_LOGPROBS = 20
 UNIT = 1024  # logits: the smallest part of a row that has a block
 PARAMETER_BYTES = 92  # of one row
-_ROW_BYTES, _UNIT_BYTES = 172112, 1072  # of the workspace
-_BLOCKS = 8  # of sample_scan that a multiprocessor is given before they take more than one unit each
-_MOST_UNITS = 4
+SHORT = 256  # the largest top_k that the last kernel finds by itself
+_ROW_BYTES, _UNIT_BYTES = 155728, 1056  # of the workspace
+_BLOCKS = 4  # of sample_scan that a multiprocessor is given at once
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -38,8 +38,8 @@ class Chain:
     next_ids: int
     rows: int
     turn: int
-    lists: bool  # top_k, top_p or log-probabilities
-    draws: bool  # rows drawn from without top_k and top_p
+    draws: bool  # not all rows are greedy or given
+    weighs: bool  # log-probabilities, top_p alone or a large top_k
 
 
 def row_bytes(vocab_limit: int) -> int:
@@ -77,9 +77,8 @@ class DeviceSampler:
 
     def chain(self, logits: int, next_ids: int, rows: Sequence[SamplingRow], bucket: int, turn: int) -> Chain:
         """What drawing these rows takes."""
-        lists = any(row.logprobs is not None or (_is_drawn(row) and self._cuts(row)) for row in rows)
-        draws = any(_is_drawn(row) and not self._cuts(row) for row in rows)
-        return Chain(logits, next_ids, bucket, turn, lists, draws)
+        weighs = any(row.logprobs is not None or self._weighs(row) for row in rows)
+        return Chain(logits, next_ids, bucket, turn, weighs or any(map(_is_drawn, rows)), weighs)
 
     def rehearse(self, logits: int, next_ids: int, free_bytes: Callable[[], int]) -> int:
         """Bytes that all graphs of the largest bucket take together, in both turns, whatever their rows ask for.
@@ -90,8 +89,8 @@ class DeviceSampler:
         for _ in range(2):  # the second time is measured, when all kernels have been loaded
             before = free_bytes()
             graphs = [
-                self._device.capture(self.launches(Chain(logits, next_ids, self._rows, turn, lists, draws)))
-                for turn, lists, draws in product((0, 1), (False, True), (False, True))
+                self._device.capture(self.launches(Chain(logits, next_ids, self._rows, turn, *kernels)))
+                for turn, kernels in product((0, 1), ((False, False), (True, False), (True, True)))
             ]
             taken = before - free_bytes()
             for graph in graphs:
@@ -149,9 +148,11 @@ class DeviceSampler:
         self._device.copy_in(address, hosts[turn].ctypes.data, masks.nbytes)
         return address
 
-    def _cuts(self, row: SamplingRow) -> bool:
-        """Whether a threshold has to be found for the row."""
-        return 0 < row.params.top_k < self._limit or row.params.top_p < 1
+    def _weighs(self, row: SamplingRow) -> bool:
+        """Whether all logits have to be looked at again for the row's draw."""
+        if 0 < row.params.top_k < self._limit:
+            return _is_drawn(row) and row.params.top_k > SHORT
+        return _is_drawn(row) and row.params.top_p < 1
 
     def _run(self, chain: Chain) -> None:
         if not self._eager and chain not in self._graphs:
@@ -167,24 +168,24 @@ class DeviceSampler:
         """The chain's kernels, in their order."""
         rows, logits, parameters = chain.rows, chain.logits, self._block
         sizes = (rows, self._vocab, self._limit)
-        per_block = min(max(rows * self._units // (_BLOCKS * self._device.multiprocessors), 1), _MOST_UNITS)
-        slices = -(-self._units // per_block)
+        # As many blocks as run at once: each brings some microseconds that are not reading.
+        slices = min(max(_BLOCKS * self._device.multiprocessors // rows, 2), self._units)
         head, positions, results = (logits, parameters), parameters + PARAMETER_BYTES * rows, self._results[chain.turn]
         tokens, drawing = (results.tokens, chain.next_ids), (*head, positions, self._workspace)
 
         def over(entry: str, grid: tuple[int, ...], block: int, *values: int) -> Launch:
             return Launch("sample", entry, grid, block, 0, (*values, *sizes))
 
-        scan = over("sample_scan", (slices, rows), 256, *head, self._workspace, self._counters, *tokens)
-        if not (chain.lists or chain.draws):
+        scan = over("sample_scan", (slices, rows), 256, *drawing, self._counters, *tokens)
+        if not chain.draws:
             return [scan]
+        bound = over("sample_bound", (rows,), 512, *head, self._workspace, *tokens)
+        weigh = over("sample_weigh", (slices, rows), 256, *head, self._workspace)
         tells = (results.logprobs, results.top_ids, results.top_logprobs)
         return [
             scan,
-            over("sample_bound", (rows,), 512, parameters, self._workspace, *tokens),
-            *([over("sample_weigh", (slices, rows), 256, *head, self._workspace)] if chain.lists else []),
-            *([over("sample_draw", (slices, rows), 256, *drawing)] if chain.draws else []),
-            over("sample_finish", (rows,), 256, *drawing, *tokens, *tells, slices),
+            *([bound, weigh] if chain.weighs else []),
+            over("sample_finish", (rows,), 512, *drawing, *tokens, *tells, slices),
         ]
 
 
@@ -218,20 +219,18 @@ class Results:
 
     def take(self, rows: Sequence[SamplingRow]) -> list[Sampled]:
         """What the kernels left, once they are through."""
-        host = self.host
-        tokens = host[: self.rows]
-        logprobs = host[self.rows : 2 * self.rows].view(np.float32)
-        tops = host[2 * self.rows :]
-        top_ids = tops[: self.rows * MOST_LOGPROBS].reshape(self.rows, MOST_LOGPROBS)
-        top_logprobs = tops[self.rows * MOST_LOGPROBS :].view(np.float32).reshape(self.rows, MOST_LOGPROBS)
-        for index in range(len(rows)):
-            if tokens[index] < 0:
-                what = "NaN" if tokens[index] == -1 else "nothing but -inf"
-                raise EngineError(f"the logits of row {index} of {len(rows)} hold {what}")
-        return [
-            _sampled(row, int(tokens[i]), float(logprobs[i]), top_ids[i].tolist(), top_logprobs[i].tolist())
-            for i, row in enumerate(rows)
-        ]
+        host, count = self.host, len(rows)
+        tokens: list[int] = host[:count].tolist()
+        if min(tokens) < 0:
+            index = next(place for place, token in enumerate(tokens) if token < 0)
+            what = "NaN" if tokens[index] == -1 else "nothing but -inf"
+            raise EngineError(f"the logits of row {index} of {count} hold {what}")
+        if all(row.logprobs is None for row in rows):
+            return list(map(Sampled, tokens))
+        tops = host[2 * self.rows :].reshape(2, self.rows, MOST_LOGPROBS)[:, :count]
+        logprobs = host[self.rows : self.rows + count].view(np.float32)
+        found = zip(rows, tokens, logprobs.tolist(), tops[0].tolist(), tops[1].view(np.float32).tolist())
+        return [_sampled(*one) for one in found]
 
 
 def _sampled(row: SamplingRow, token: int, logprob: float, ids: list[int], logprobs: list[float]) -> Sampled:
