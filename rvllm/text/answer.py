@@ -56,6 +56,8 @@ class AnswerReader:
 
     def push(self, text: str) -> list[AnswerPart]:
         """What became certain with `text`."""
+        if self._thoughts is None and self._calls is None:
+            return [text] if text else []
         thought, answer = ("", text) if self._thoughts is None else self._thoughts.push(text)
         return self._parts(thought, answer)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rvllm.text.tool_calls import (
@@ -72,14 +72,55 @@ class QwenCoder(Regions):
         name = head.strip().strip("\"'")
         if not name:
             return None
-        types = self._schemas.get(name, {}).get("properties", {})
-        given = {}
-        for piece in body.split("</parameter>")[:-1]:
-            key, _, value = piece.partition("<parameter=")[2].partition(">")
-            if key.strip():
-                value = value.removeprefix("\n").removesuffix("\n")
-                given[key.strip()] = _typed(value, types.get(key.strip()))
-        return Call(name, arguments_of(given))
+        pieces = (piece.partition("<parameter=")[2].partition(">") for piece in body.split("</parameter>")[:-1])
+        return _typed_call(name, ((key, value) for key, _, value in pieces), self._schemas)
+
+
+class SeedOss(QwenCoder):
+    skips = ("<seed:tool_call>", "</seed:tool_call>")
+
+
+class Minimax(Regions):
+    """<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>"""
+
+    begins, skips = ("<invoke name=",), ("<minimax:tool_call>", "</minimax:tool_call>")
+    end = "</invoke>"
+
+    def _call(self, inside: str) -> Call | None:
+        head, _, body = inside.removeprefix("<invoke name=").partition(">")
+        name = head.strip().strip("\"'")
+        if not name:
+            return None
+        pieces = (piece.partition("<parameter name=")[2].partition(">") for piece in body.split("</parameter>")[:-1])
+        return _typed_call(name, ((key.strip("\"'"), value) for key, _, value in pieces), self._schemas)
+
+
+class Glm(Regions):
+    """NAME, then <arg_key>KEY</arg_key><arg_value>VALUE</arg_value> for each, in <tool_call>."""
+
+    begins, end = ("<tool_call>",), "</tool_call>"
+
+    def _call(self, inside: str) -> Call | None:
+        body = inside.removeprefix(self.begins[0]).removesuffix(self.end)
+        name, _, rest = body.partition("<arg_key>")
+        if not re.fullmatch(r"[\w.-]{1,256}", name.strip()):
+            return None
+        pieces = (piece.partition("</arg_key>") for piece in rest.split("<arg_key>") if rest)
+        found = ((key, value.partition("<arg_value>")[2].partition("</arg_value>")[0]) for key, _, value in pieces)
+        return _typed_call(name.strip(), found, self._schemas)
+
+
+class Kimi(Regions):
+    """functions.NAME:NUMBER and its arguments behind a separator."""
+
+    begins, end = ("<|tool_call_begin|>",), "<|tool_call_end|>"
+    skips = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+
+    def _call(self, inside: str) -> Call | None:
+        body = inside.removeprefix(self.begins[0]).removesuffix(self.end)
+        first, _, text = body.partition("<|tool_call_argument_begin|>")
+        name, arguments = first.strip().removeprefix("functions.").rpartition(":")[0], json_of(text)
+        return Call(name, arguments_of(arguments)) if name and isinstance(arguments, dict) else None
 
 
 class Deepseek(Regions):
@@ -121,19 +162,25 @@ class Llama4(Pythonic):
 READERS: Mapping[str, type[CallReader]] = {
     "deepseek_v3": Deepseek,
     "deepseek_v31": Deepseek,
+    "glm45": Glm,
+    "glm47": Glm,
     "granite": Granite,
+    "granite4": Hermes,
     "hermes": Hermes,
     "internlm": Internlm,
     "jamba": Jamba,
+    "kimi_k2": Kimi,
     "llama3_json": Llama,
     "llama4_json": Llama,
     "llama4_pythonic": Llama4,
+    "minimax_m2": Minimax,
     "mistral": Mistral,
     "olmo3": Pythonic,
     "phi4_mini_json": Phi,
     "pythonic": Pythonic,
     "qwen3_coder": QwenCoder,
     "qwen3_xml": QwenCoder,
+    "seed_oss": SeedOss,
 }
 """vLLM's names."""
 
@@ -154,14 +201,17 @@ SAMPLE_CALL = {
 
 
 def reader_for(written: str) -> type[CallReader] | None:
-    """Whoever reads `written`, in which a model's own template calls SAMPLE_TOOL; None where nobody does."""
+    """Who reads `written`, in which a model's own template calls SAMPLE_TOOL, and leaves the least of it as text."""
     schemas: Schemas = {_SAMPLE.name: SAMPLE_TOOL["function"]["parameters"]}  # type: ignore[index]
-    for kind in (QwenCoder, Hermes, Mistral, Deepseek, Llama, Pythonic, Llama4, Granite, Jamba, Internlm, Phi):
+    kinds = (QwenCoder, SeedOss, Hermes, Mistral, Deepseek, Kimi, Minimax, Glm)
+    found: dict[type[CallReader], int] = {}
+    for kind in (*kinds, Llama, Pythonic, Llama4, Granite, Jamba, Internlm, Phi):
         reader = kind(schemas)
-        calls = calls_in(reader.push(written) + reader.finish())
-        if [(call.name, json_of(call.arguments)) for call in calls] == [(_SAMPLE.name, json_of(_SAMPLE.arguments))]:
-            return kind
-    return None
+        parts = reader.push(written) + reader.finish()
+        calls = [(call.name, json_of(call.arguments)) for call in calls_in(parts)]
+        if calls == [(_SAMPLE.name, json_of(_SAMPLE.arguments))]:
+            found[kind] = sum(len(part) for part in parts if isinstance(part, str))
+    return min(found, key=found.__getitem__, default=None)
 
 
 def python_calls(text: str) -> list[Call] | None:
@@ -194,6 +244,17 @@ class _Constants(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(self._WORDS[node.id]) if node.id in self._WORDS else node
+
+
+def _typed_call(name: str, given: Iterable[tuple[str, str]], schemas: Schemas) -> Call:
+    """A call whose values are written without their types: they are what the tool's parameters say."""
+    types = schemas.get(name, {}).get("properties", {})
+    values = {
+        key.strip(): _typed(value.removeprefix("\n").removesuffix("\n"), types.get(key.strip()))
+        for key, value in given
+        if key.strip()
+    }
+    return Call(name, arguments_of(values))
 
 
 def _typed(text: str, schema: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import time
 from collections.abc import Iterator
@@ -186,6 +187,39 @@ def test_the_servers_settings_hold_for_forms_that_do_not_say(model: TinyModel, t
             assert (
                 chat(strict, structured_outputs={"choice": ["a b"]}).json["choices"][0]["message"]["content"] == "a b"
             )
+
+
+def test_random_clients_that_ask_for_forms_leave_nothing_behind(server: Server) -> None:
+    chance = random.Random(5)
+    words = [f"word{number}" for number in range(50)]
+    tool = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+    bodies: list[dict[str, Any]] = [
+        {"structured_outputs": {"choice": words}},
+        {"structured_outputs": {"regex": "(a|b)*"}, "max_tokens": 3000, "ignore_eos": True},
+        {"structured_outputs": {"json": {"enum": ["x" * 9 + str(number) for number in range(9_000)]}}},
+        {"structured_outputs": {"regex": "("}},
+        {"response_format": FORMAT, "n": 3},
+        {"tools": [tool], "tool_choice": "required", "max_tokens": 50},
+        {"max_tokens": 30, "ignore_eos": True},
+    ]
+
+    def visit(number: int, body: dict[str, Any], leaves_s: float | None) -> None:
+        if body is bodies[2]:  # no two of these alike: each is compiled
+            body = {"structured_outputs": {"json": {"enum": [f"{number}x{one}" for one in range(9_000)]}}}
+        if leaves_s is None and "ignore_eos" not in body:
+            assert chat(server, **body, stream=bool(number % 2)).status == (400 if body is bodies[3] else 200)
+            return
+        connection = server.connect()
+        asked = json.dumps({"messages": USER, "stream": bool(number % 2), **body})
+        connection.request("POST", "/v1/chat/completions", asked, {"content-type": "application/json"})
+        time.sleep(leaves_s or 0.1)
+        connection.close()
+
+    with ThreadPoolExecutor(16) as pool:
+        asked = [(number, chance.choice(bodies), chance.choice((None, None, 0.0, 0.05, 0.3))) for number in range(120)]
+        for done in [pool.submit(visit, *one) for one in asked]:
+            done.result()
+    until(lambda: at_rest(server.stats()), 20)
 
 
 @pytest.mark.parametrize(

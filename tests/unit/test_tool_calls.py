@@ -56,6 +56,14 @@ FORMATS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("qwen3_xml", "<tool_call><function=no-args></function></tool_call>\n<tool_call><function=get_w><parameter=city>a\nb</parameter></function></tool_call>", "", [TWO, ("get_w", {"city": "a\nb"})]),
     ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_w\n```json\n{\"city\": \"Rome\"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>no-args\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>", "", [ONE, TWO]),
     ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_w<｜tool▁sep｜>{\"city\": \"Rome\"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>", "", [ONE]),
+    ("glm45", "Ok\n<tool_call>get_w\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n<tool_call>no-args\n</tool_call>", "Ok", [("get_w", {"city": "Rome", "days": 2}), TWO]),
+    ("glm47", "<tool_call>get_w<arg_key>city</arg_key><arg_value>Rome</arg_value></tool_call>", "", [ONE]),
+    ("granite4", '<tool_call>\n{"name": "get_w", "arguments": {"city": "Rome"}}\n</tool_call>', "", [ONE]),
+    ("kimi_k2", '<|tool_calls_section_begin|><|tool_call_begin|>functions.get_w:0<|tool_call_argument_begin|>{"city": "Rome"}<|tool_call_end|><|tool_call_begin|>functions.no-args:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>', "", [ONE, TWO]),
+    ("kimi_k2", '<|tool_calls_section_begin|><|tool_call_begin|>functions.get_w:0<|tool_call_argument_begin|>{"city": "Rome"}<|tool_call_end|><|tool_calls_section_end|>', "", [ONE]),
+    ("minimax_m2", 'Hm\n<minimax:tool_call>\n<invoke name="get_w">\n<parameter name="city">Rome</parameter>\n<parameter name="days">2</parameter>\n</invoke>\n</minimax:tool_call>', "Hm", [("get_w", {"city": "Rome", "days": 2})]),
+    ("minimax_m2", '<minimax:tool_call>\n<invoke name="get_w">\n<parameter name="city">Rome</parameter>\n</invoke>\n</minimax:tool_call>', "", [ONE]),
+    ("seed_oss", "<seed:tool_call>\n<function=get_w>\n<parameter=city>Rome</parameter>\n</function>\n</seed:tool_call>", "", [ONE]),
     ("granite", '<|tool_call|>[{"name": "get_w", "arguments": {"city": "Rome"}}]', "", [ONE]),
     ("phi4_mini_json", 'functools[{"name": "get_w", "arguments": {"city": "Rome"}}]', "", [ONE]),
     ("jamba", '<tool_calls>[\n{"name": "get_w", "arguments": {"city": "Rome"}}\n]</tool_calls>', "", [ONE]),
@@ -192,8 +200,9 @@ def test_what_a_template_writes_finds_its_reader(
     sample = written.replace("get_w", "get_weather").replace("Rome", "Paris")
     kind = reader_for(sample + "<|im_end|>\n")
     assert kind is not None
-    parts = kind({"get_weather": {}}).push(sample)
-    assert calls(parts) == [("get_weather", {"city": "Paris"})]
+    reader = kind({"get_weather": {}})
+    parts = reader.push(sample) + reader.finish()
+    assert calls(parts) == [("get_weather", {"city": "Paris"})] and text(parts).strip() == said
 
 
 def test_a_template_that_writes_no_call_has_no_reader() -> None:
