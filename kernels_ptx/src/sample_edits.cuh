@@ -69,7 +69,8 @@ struct Row {
     if (!edited) return four;
     const int words = words_of(vocab);
     const uint32 allowed = allowed_bits(p, first / 32) >> (first % 32) & 15u;
-    const uint32 some = edited_bits(p, first / 32, words) >> (first % 32) & allowed;
+    const uint32 exist = limit - first < 4 ? (1u << (limit - first)) - 1 : 15u;  // others have no counts, either
+    const uint32 some = edited_bits(p, first / 32, words) >> (first % 32) & allowed & exist;
     UNROLL
     for (int i = 0; i < 4; ++i) {
       if (!(allowed >> i & 1)) four.at[i] = minus_infinite();
