@@ -1,4 +1,5 @@
-// Step 5: Gumbel-max with random numbers that depend on seed, position and id alone (rvllm/sampling/philox.py).
+// Step 5: Gumbel-max with random numbers that depend on seed, position and id alone (rvllm/sampling/philox.py), among what
+// step 4 keeps.
 #pragma once
 
 #include "sample_select.cuh"
@@ -131,4 +132,97 @@ DEVICE Draw draw_all(const Row& row, const Parameters& p, uint32 position, float
 DEVICE void see_token(Draw& draw, const Parameters& p, uint32 position, float best, int id, float logit) {
   const Bits bits = random_bits(p.seed, position, id / BLOCK_IDS);
   draw.see(id, scaled(logit, best, p.temperature), unit_float(bits.of(id % BLOCK_IDS)));
+}
+
+// ---- The cut of step 4, and the draw.
+// Top_k goes first, and top_p by mass in what that leaves.
+DEVICE Weights weights_of(const Parameters& p, float best, bool by_mass) {
+  return {by_mass, best, p.temperature, p.top_p, p.top_k};
+}
+DEVICE Weights raw_weights(const Parameters& p, float best) { return {false, best, 1.0f, 1.0, p.logprobs}; }
+
+// The rank from which on top_k and top_p keep tokens, of those from `lowest` on; NO_CUT where these lack mass.
+DEVICE uint64 kept_from(Search& search, Ranks& ranks, const Parameters& p, float best, uint64 lowest, uint64 mass,
+                        const Histogram* counted) {
+  const bool by_count = cuts_by_count(p, ranks.row.limit);
+  uint64 cut = lowest;
+  NO_UNROLL
+  for (int step = by_count ? 0 : 1; step < (p.top_p < 1.0 ? 2 : 1); ++step) {
+    const Weights weights = weights_of(p, best, step == 1);
+    const uint64 found = cut_of(search, ranks, cut, weights, by_count ? 0 : weights.wanted(mass), counted);
+    if (found == NO_CUT && step == 1) return NO_CUT;
+    if (found != NO_CUT) cut = found;
+    counted = nullptr;
+  }
+  return cut;
+}
+
+// Of a row without top_k and top_p: what is kept of the groups of tokens that can have the best score is not less.
+DEVICE float least_bound(const Workspace& work, const Row& row, const Parameters& p, uint32 position, float scale,
+                         const State& state) {
+  const float best = logit_of(state.best), top = best * scale;
+  Best highest;
+  NO_UNROLL
+  for (int group = thread_index(); group < groups_of(row.limit); group += thread_count()) {
+    highest.see(group, work.maxima[group]);
+  }
+  // The score of one of the best, and so the best one's at least: the best token is kept whatever min_p takes away.
+  const int leader = id_of(block_joined(highest.rank(), larger_rank));
+  const int id = GROUP * (thread_index() < GROUP ? leader : id_of(state.best)) + thread_index() % GROUP;
+  Draw draw = no_draw();
+  if (thread_index() < 2 * GROUP && id < row.limit) {
+    const float logit = row.one(id);
+    if (rank_of(logit, id) >= state.cut) see_token(draw, p, position, best, id, logit);
+  }
+  draw = block_draw(draw);
+  // What rounding does to bounds of tokens that are near the best one, and more.
+  const float error = (larger(top, -top) + 64.0f) * 0x1p-20f + 0x1p-6f;
+  return float(draw.score * 0x1.71547652b82fep+0 + double(best) * double(scale)) - error;
+}
+
+// Finds the cut of a row and draws; leaves the cut in `state`.
+DEVICE Draw pick(Search& search, const Workspace& work, const Row& row, const Parameters& p, uint32 position,
+                 State& state) {
+  const float best = logit_of(state.best), scale = score_scale(p.temperature), top = best * scale;
+  const bool few = is_short(p, row.limit), all = !selects(p, row.limit);
+  Ranks ranks = whole_row(row);
+  uint64 lowest = state.cut;
+  bool is_cut = all;
+  if (state.mode & OPEN && (few || (all && larger(top, -top) < 0x1p20f))) {
+    float least = 0.0f;
+    if (all) {
+      least = least_bound(work, row, p, position, scale, state);
+    } else {
+      if (row.limit > LISTED) lowest = bound_of_few(search, work.maxima, groups_of(row.limit), p.top_k, lowest);
+      least = logit_of(lowest);
+    }
+    const bool whole = gather(search, ranks, work.maxima, groups_of(row.limit), least, lowest);
+    state.bounds[0] = lowest;
+    state.listed[0] = search.listed;
+    if (whole && few && search.listed <= FEW) {
+      state.cut = cut_of_few(search, weights_of(p, best, true), p.top_k);
+      is_cut = true;
+    }
+    if (!whole) lowest = state.cut;
+  } else if (state.mode & LISTS && !(state.mode & FLAT)) {
+    take_list(search, ranks, work.list, state.listed[0], LONG_LIST, state.bounds[0]);
+    if (ranks.far != nullptr) lowest = state.bounds[0];
+  }
+  NO_UNROLL
+  while (!is_cut) {
+    const Histogram* counted = state.mode & FLAT ? work.histogram : nullptr;
+    const uint64 found = kept_from(search, ranks, p, best, lowest, state.mass, counted);
+    is_cut = found != NO_CUT || lowest == state.cut;
+    if (is_cut) {
+      state.cut = found;
+    } else {
+      ranks = whole_row(row);
+      lowest = state.cut;
+    }
+  }
+  if (!has_list(ranks, state.cut)) return draw_all(row, p, position, best, state.cut);
+  Draw draw = no_draw();
+  visit_list(search, ranks, state.cut,
+             [&](uint64 rank) { see_token(draw, p, position, best, id_of(rank), logit_of(rank)); });
+  return draw;
 }

@@ -231,7 +231,11 @@ class Generation:
             for choice in going.values():
                 self.metrics.ended(choice.line, reason)
 
-    async def spaced(self) -> AsyncGenerator[list[tuple[Choice, Delta]], None]:
+    def batches(self, stream: bool) -> AsyncGenerator[list[tuple[Choice, Delta]], None]:
+        """Its deltas, as a reply wants them that is streamed or not."""
+        return self._spaced() if stream and self.interval > 1 else self.deltas()
+
+    async def _spaced(self) -> AsyncGenerator[list[tuple[Choice, Delta]], None]:
         """The same, each completion's put together to `interval` tokens, but for its first and its last."""
         begun: set[int] = set()
         kept: dict[int, list[Delta]] = {}
@@ -253,8 +257,8 @@ class Generation:
         batch = []
         for stream, choice in list(going.items()):
             for event, came_s in zip(stream.take(), stream.times_s):
-                choice.line.came(event, came_s)
                 batch.append((choice, choice.writer.write(event)))
+                choice.line.came(event, came_s)
                 if (reason := choice.writer.finish_reason) is not None:
                     self.client.abort([stream.request_id])
                     self.metrics.ended(choice.line, reason)

@@ -296,8 +296,7 @@ async def _answer(exchange: Exchange, reply: Reply, stream: bool) -> None:
     # Whether a text can have the form that is asked for is known with its first token.
     if stream and not reply.generation.formed:
         await exchange.begin_events()
-    given = reply.generation
-    async with aclosing(given.spaced() if stream and given.interval > 1 else given.deltas()) as batches:
+    async with aclosing(reply.generation.batches(stream)) as batches:
         async for batch in batches:
             if stream and not exchange.begun:
                 await exchange.begin_events()
@@ -314,7 +313,7 @@ async def _answer_turn(exchange: Exchange, reply: TurnReply, stream: bool) -> No
     """Reply with blocks, as they come or at the end."""
     if stream and not reply.generation.formed:
         await _begin_turn(exchange, reply)
-    async with aclosing(reply.generation.deltas()) as batches:
+    async with aclosing(reply.generation.batches(stream)) as batches:
         async for batch in batches:
             if stream and not exchange.begun:
                 await _begin_turn(exchange, reply)

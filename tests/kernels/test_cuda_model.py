@@ -319,6 +319,18 @@ def test_a_copied_block_is_read_as_the_one_it_was_copied_from() -> None:
     assert np.array_equal(ours.forward(step_of([other], [1], groups)), alone)
 
 
+def test_a_matrix_is_described_once_and_others_beside_it() -> None:
+    device = HostDevice("t90a")
+    maps = MatrixMaps(device)
+    first, other = maps(256, 10, 64, 64), maps(256, 10, 64, 128)
+    assert (maps(256, 10, 64, 64), maps(256, 10, 64, 128)) == (first, other) and other == first + MAP_BYTES
+    found = np.empty(MAP_BYTES, dtype=np.uint8)
+    device.read(first, found)
+    assert np.array_equal(found, device.matrix_map(256, 10, 64, 64))
+    places = {maps(256, rows, 64, 64) for rows in range(1, 2 * AT_ONCE)}
+    assert len(places) == 2 * AT_ONCE - 1 and all(place % 64 == 0 for place in places)
+
+
 def test_texts_have_their_form_beside_others_that_have_none() -> None:
     source = opened("llama-gqa-tied-llama3-rope")
     model = cuda_model(source, BF16, "t80")
@@ -349,15 +361,3 @@ def test_texts_have_their_form_beside_others_that_have_none() -> None:
     formed = {texts[str(number)].decode() for number in range(8) if number % 4 != 3}
     assert formed <= set(choices) and len(formed) > 1
     assert all(texts[name].decode() not in choices for name in ("3", "7"))
-
-
-def test_a_matrix_is_described_once_and_others_beside_it() -> None:
-    device = HostDevice("t90a")
-    maps = MatrixMaps(device)
-    first, other = maps(256, 10, 64, 64), maps(256, 10, 64, 128)
-    assert (maps(256, 10, 64, 64), maps(256, 10, 64, 128)) == (first, other) and other == first + MAP_BYTES
-    found = np.empty(MAP_BYTES, dtype=np.uint8)
-    device.read(first, found)
-    assert np.array_equal(found, device.matrix_map(256, 10, 64, 64))
-    places = {maps(256, rows, 64, 64) for rows in range(1, 2 * AT_ONCE)}
-    assert len(places) == 2 * AT_ONCE - 1 and all(place % 64 == 0 for place in places)

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.kernels import shim
+from rvllm.sampling.params import SamplingParams
+from rvllm.sampling.sampler import SamplingRow
+from tests.kernels import sample_batch, shim
 from tests.kernels.elements import ELEMENTS
 from tests.kernels.paged import Shape, decode_items, paged, token_items, work_list
 
@@ -109,6 +111,54 @@ def test_what_the_grid_before_writes_is_read_behind_the_wait(name: str, schedule
     expected = call.run([], schedule)
     assert expected.any()
     assert np.array_equal(call.run(call.late, schedule), expected)
+
+
+SAMPLED: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"logprobs": 3},
+    {"top_k": 5, "presence_penalty": 0.5},
+    {"top_k": 400, "logit_bias": {7: 4.0}},
+    {"top_p": 0.9, "allowed_token_ids": tuple(range(0, 3000, 3))},
+]
+
+
+def sampler(late: bool, schedule: str) -> list[bytes]:
+    """What the sampling kernels draw; each finds late what the step and the kernels before it have written."""
+    units, count = 4, len(SAMPLED)
+    vocab, rng = units * sample_batch.UNIT - 20, np.random.default_rng(8)
+    logits, positions = rng.standard_normal((count, vocab)).astype(np.float32) * 3, np.arange(count, dtype=np.uint32)
+    rows = [SamplingRow(SamplingParams(**rule), 3, place, (), {5: 1}) for place, rule in enumerate(SAMPLED)]
+    slots, edits = sample_batch.slots_of(rows, vocab)
+    parameters = sample_batch.parameters_of(rows, vocab, edits, {name: a.ctypes.data for name, a in slots.items()})
+    work, counters = np.zeros_like(sample_batch.workspace(count, vocab)), np.zeros(count, np.uint32)
+    tokens, next_ids, top_ids = (np.zeros(size, np.int32) for size in (count, count, 20 * count))
+    logprobs, tops = np.zeros(count, np.float32), np.zeros(20 * count, np.float32)
+    step = [logits, positions, parameters, slots["bias"], slots["masks"]]
+    slices, maxima = work[80 * count :][: 32 * units * count], work[-1024 * units * count :]
+    sizes, head = [count, vocab, vocab], [logits, parameters, positions, work]
+    launches: list[tuple[str, tuple[int, ...], int, list[Any], list[Array]]] = [
+        ("scan", (units, count), 256, [*head, counters, tokens, next_ids, *sizes], step),
+        ("bound", (count,), 512, [logits, parameters, work, tokens, next_ids, *sizes], [*step, slices, maxima]),
+        ("weigh", (units, count), 256, [logits, parameters, work, *sizes], step),
+        (
+            "finish",
+            (count,),
+            512,
+            [*head, tokens, next_ids, logprobs, top_ids, tops, units, *sizes],
+            [*step, slices, maxima],
+        ),
+    ]
+    for name, grid, block, args, writes in launches:
+        values = [arg.ctypes.data if isinstance(arg, np.ndarray) else arg for arg in args]
+        entry, tier = f"sample_{name}", shim.tiers_of("sample")[-1]
+        shim.launch("sample", entry, grid, block, values, 0, schedule, tier=tier, late=writes if late else [])
+    assert (tokens >= 0).all()
+    return [array.tobytes() for array in (tokens, next_ids, logprobs, top_ids, tops, slots["bits"])]
+
+
+@pytest.mark.parametrize("schedule", ["round robin", "one warp"])
+def test_what_a_sampler_reads_of_the_step_is_read_behind_the_wait(schedule: str) -> None:
+    assert sampler(True, schedule) == sampler(False, schedule)
 
 
 @pytest.mark.parametrize("name", ["attention, 64", "linear, two stages early"])

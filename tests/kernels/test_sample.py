@@ -35,10 +35,15 @@ def sizes_near(logits: Float32, params: SamplingParams) -> list[int]:
 
 
 def check(
-    device: Device, logits: Float32, rows: Sequence[SamplingRow], limit: int, threads: tuple[int, int] = FULL
+    device: Device,
+    logits: Float32,
+    rows: Sequence[SamplingRow],
+    limit: int,
+    threads: tuple[int, int] = FULL,
+    blocks: tuple[int, int] | None = None,
 ) -> list[Sampled]:
     """Everything that the kernels say of a batch, against the definition; gives the definition's words."""
-    got, expected = run(device, logits, rows, limit, threads), sample_rows(logits, rows, limit)
+    got, expected = run(device, logits, rows, limit, threads, blocks=blocks), sample_rows(logits, rows, limit)
     differ = 0
     for index, (row, want) in enumerate(zip(rows, expected)):
         if not row.params.greedy and row.given_id is None:
@@ -252,6 +257,51 @@ def test_a_large_vocabulary(device: Device, vocab: int, spread: float) -> None:
         for rule in BIG_RULES
     ]
     check(device, logits, rows, vocab - 1)
+
+
+EDITED_RULES: list[dict[str, Any]] = [
+    {"top_k": 20},
+    {"top_p": 0.7, "temperature": 0.8},
+    {},
+    {"min_p": 0.05},
+    {"temperature": 0.0},
+]
+
+
+@pytest.mark.parametrize("edited", [2048, 2049, 5000])
+def test_a_block_sees_more_edits_than_it_lists(device: Device, edited: int) -> None:
+    """Of two tokens that matter and are the last of their block's to be listed, one is much likelier than all others."""
+    vocab = 9000
+    logits = RNG.standard_normal((len(EDITED_RULES), vocab)).astype(np.float32)
+    bias = {vocab - 1 - token: 0.25 for token in range(edited)} | {vocab - 1: 14.0, vocab - edited: 13.0}
+    rows = [SamplingRow(SamplingParams(**rule, logit_bias=bias), 3, place) for place, rule in enumerate(EDITED_RULES)]
+    told = check(device, logits, rows, vocab, blocks=(1, 1))
+    assert {sampled.token_id for sampled in told} <= {vocab - 1, vocab - edited}
+
+
+def test_a_block_sees_edits_beyond_those_that_it_shares_at_once(device: Device) -> None:
+    """Two parts of 32,768 ids and some: both ends of each are raised, and what is best without is forbidden or masked."""
+    vocab = 2 * 32768 + 1000
+    raised = (0, 32767, 32768, 65535, 65536, vocab - 1)
+    logits = RNG.standard_normal((len(EDITED_RULES) * len(raised), vocab)).astype(np.float32)
+    logits[:, [40, 32800, 65570]] = 40
+    mask = np.full(-(-vocab // 32), 2**32 - 1, np.uint32)
+    mask[[32800 // 32, 65570 // 32]] &= ~np.array([1 << 32800 % 32, 1 << 65570 % 32], np.uint32)
+    rows = [
+        SamplingRow(
+            SamplingParams(**rule, logit_bias={token: 20.0}, presence_penalty=0.5),
+            5,
+            token,
+            (),
+            {32767: 2, 65536: 1},
+            (40,),
+            mask=mask,
+        )
+        for rule in EDITED_RULES
+        for token in raised
+    ]
+    told = check(device, logits, rows, vocab, blocks=(1, 2))
+    assert [sampled.token_id for sampled in told] == [token for _ in EDITED_RULES for token in raised]
 
 
 def test_a_short_list_holds_what_can_matter(device: Device) -> None:
