@@ -110,11 +110,15 @@ class Front:
 
     async def learn_forms(self, params: SamplingParams) -> None:
         """Tell the engine what its tokens stand for, once, before the first text that must have a form."""
+        if params.structured_outputs is not None and not self.ready().client.taught:
+            await self.teach()
+
+    async def teach(self) -> None:
+        """Tell the engine what its tokens stand for. Raises HttpError, EngineDied."""
         served = self.ready()
-        if params.structured_outputs is not None and not served.client.taught:
-            plain = served.families.markers(calls=False)
-            vocabulary = await asyncio.to_thread(served.texts.vocabulary, served.facts.limits.vocab_limit, plain)
-            served.client.teach(vocabulary)
+        plain = served.families.markers(calls=False)
+        vocabulary = await asyncio.to_thread(served.texts.vocabulary, served.facts.limits.vocab_limit, plain)
+        served.client.teach(vocabulary)
 
     def generation(
         self, prompts: Sequence[Prompt], params: SamplingParams, terms: Terms, asked_s: float, name: str

@@ -19,6 +19,7 @@ import uvicorn
 from rvllm.api.admission import Admission, Bars
 from rvllm.api.connection import Bounds, limited
 from rvllm.api.cors import Cors
+from rvllm.api.errors import HttpError
 from rvllm.api.front import Front, Served
 from rvllm.api.http import App, Exchange, Rules
 from rvllm.api.listen import BACKLOG, follow_certificates
@@ -26,6 +27,7 @@ from rvllm.api.log import Log
 from rvllm.api.metrics import Metrics
 from rvllm.api.routes import OPEN_ROUTES, routes
 from rvllm.config import EngineConfig, ServerConfig
+from rvllm.errors import EngineError
 from rvllm.link.client import AsyncEngineClient
 from rvllm.link.messages import Facts
 from rvllm.model.files import Progress, locate
@@ -105,6 +107,13 @@ class Serving:
         families = Families.of(tokenizer, self._server.tool_call_parser, self._server.reasoning_parser)
         texts = TokenTexts(tokenizer)
         self.front.served = Served(tokenizer, texts, defaults, self._seed, facts, client, families, kwargs)
+        if self._server.structured_outputs_config is not None:
+            self._teaching = asyncio.ensure_future(self._teach())
+
+    async def _teach(self) -> None:
+        """Do before the first text that must have a form what else would be done with it."""
+        with suppress(HttpError, EngineError):  # the server is ending: there will be none
+            await self.front.teach()
 
     def stop(self) -> None:
         """Take nothing on any more."""

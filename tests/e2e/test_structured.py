@@ -15,6 +15,9 @@ import openai
 import pytest
 
 from rvllm import LLM, SamplingParams, StructuredOutputsParams
+from rvllm.engine.request import Request
+from rvllm.errors import BadRequest
+from rvllm.link.client import EngineClient
 from tests.fixtures.commands import rvllm
 from tests.fixtures.engines import at_rest, until
 from tests.fixtures.models import Options, TinyModel, random_model
@@ -180,6 +183,10 @@ def test_the_servers_settings_hold_for_forms_that_do_not_say(model: TinyModel, t
     config = '{"backend": "xgrammar", "disable_any_whitespace": true, "disable_additional_properties": true}'
     open_schema = {name: value for name, value in SCHEMA.items() if name != "additionalProperties"}
     with serving(model.folder, "--structured-outputs-config", config, folder=tmp_path / "server") as strict:
+        front = strict.engine()  # one that does not say what tokens stand for: the server has, at its start
+        form = SamplingParams(max_tokens=9, structured_outputs={"choice": ["a"]})  # type: ignore[arg-type]
+        until(lambda: _answered(front, Request("own", (1,), form, 0)), 5)
+        front.close()
         for seed in range(3):
             form = {"type": "json_schema", "json_schema": {"name": "x", "schema": open_schema}}
             text = chat(strict, response_format=form, seed=seed).json["choices"][0]["message"]["content"]
@@ -220,6 +227,13 @@ def test_random_clients_that_ask_for_forms_leave_nothing_behind(server: Server) 
         for done in [pool.submit(visit, *one) for one in asked]:
             done.result()
     until(lambda: at_rest(server.stats()), 20)
+
+
+def _answered(front: EngineClient, request: Request) -> bool:
+    try:
+        return bytes(event.token_id for event in front.stream(request)) == b"a"
+    except BadRequest:
+        return False  # it is just being told
 
 
 @pytest.mark.parametrize(
