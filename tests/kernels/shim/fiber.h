@@ -54,6 +54,13 @@ struct Fiber {
   char* stack = nullptr;  // STACK_BYTES, above a page that faults
   void* fake_stack = nullptr;
 
+  Fiber() = default;
+  Fiber(const Fiber&) = delete;
+  Fiber& operator=(const Fiber&) = delete;
+  ~Fiber() {
+    if (stack != nullptr) munmap(stack - GUARD_BYTES, GUARD_BYTES + STACK_BYTES);
+  }
+
   // The next switch to it calls `entry`, which must never return.
   void prepare(void (*entry)()) {
     if (stack == nullptr) {

@@ -124,12 +124,13 @@ struct Machine {
   std::function<void()> kernel;
   Block* now = nullptr;
   std::vector<Block*> waiting;  // for what others will do
-  std::vector<Block*> spare;    // with stacks that can be used again
+  Block* spare = nullptr;  // with stacks that can be used again; no more than one, for a process may have few mappings
   bool gives_way = false;
   bool failed = false;
   Home home;
   uint64_t random_state = 0;
   std::vector<std::vector<unsigned char>> late;  // what is in the late memory in the end
+  bool late_is_seen = false;
 };
 
 inline Machine machine;
@@ -333,15 +334,21 @@ inline void wait_arrivals(void* word, uint32_t parity) {
 
 inline void hide_late() {
   machine.now->late_is_there = false;
+  machine.late_is_seen = false;
   const Launch& launch = *machine.launch;
   for (int i = 0; i < launch.late_count; ++i) memset(launch.late[i].at, POISON, launch.late[i].bytes);
 }
 
-inline void show_late() {
-  if (machine.now->late_is_there) return;
-  machine.now->late_is_there = true;
+inline void see_late() {
+  if (machine.late_is_seen) return;
+  machine.late_is_seen = true;
   const Launch& launch = *machine.launch;
   for (int i = 0; i < launch.late_count; ++i) memcpy(launch.late[i].at, machine.late[i].data(), launch.late[i].bytes);
+}
+
+inline void show_late() {
+  machine.now->late_is_there = true;
+  see_late();
 }
 
 // All threads of the block wait for the grid before; those that have ended count as waiting.
@@ -466,10 +473,18 @@ constexpr int SHARED_CANARY_BYTES = 0;  // the sanitizer sees every byte beyond 
 constexpr int SHARED_CANARY_BYTES = CANARY_BYTES;
 #endif
 
+inline void retire(Block* block) {
+  free(block->shared);
+  if (machine.spare == nullptr) {
+    machine.spare = block;
+  } else {
+    delete block;
+  }
+}
+
 inline void begin_block(int64_t index) {
-  if (machine.spare.empty()) machine.spare.push_back(new Block());
-  machine.now = machine.spare.back();
-  machine.spare.pop_back();
+  machine.now = machine.spare == nullptr ? new Block() : machine.spare;
+  machine.spare = nullptr;
   const int *grid = machine.launch->grid, bytes = machine.launch->shared_bytes + SHARED_CANARY_BYTES;
   machine.now->block[0] = int(index % grid[0]);
   machine.now->block[1] = int(index / grid[0] % grid[1]);
@@ -504,8 +519,7 @@ inline void end_block() {
     if (machine.now->shared[shared_bytes + i] == POISON) continue;
     block_failed("at its end: byte %lld of %lld bytes of shared memory was written", shared_bytes + i, shared_bytes);
   }
-  free(machine.now->shared);
-  machine.spare.push_back(machine.now);
+  retire(machine.now);
 }
 
 // The block that is there goes on as far as it can.
@@ -530,8 +544,7 @@ inline void run_waiting() {
     machine.waiting.erase(machine.waiting.begin() + int64_t(i));
     for (const Fixed& fixed : machine.now->poisoned) memcpy(fixed.array, fixed.kept.data(), fixed.bytes);
     if (machine.now->late_is_there) {
-      machine.now->late_is_there = false;
-      show_late();
+      see_late();
     } else {
       hide_late();
     }
@@ -558,10 +571,7 @@ inline void run_grid() {
     machine.now = machine.waiting.front();
     report_deadlock(machine.launch->block);
   }
-  for (Block* block : machine.waiting) {
-    free(block->shared);
-    machine.spare.push_back(block);
-  }
+  for (Block* block : machine.waiting) retire(block);
   machine.waiting.clear();
 }
 
@@ -576,7 +586,7 @@ inline int run(Launch& launch, std::function<void()> kernel) {
     machine.late.emplace_back(launch.late[i].at, launch.late[i].at + launch.late[i].bytes);
   }
   run_grid();
-  show_late();
+  see_late();
   machine.kernel = nullptr;
   return machine.failed;
 }
