@@ -228,18 +228,24 @@ struct MmaRows {
       scaled[i] = key >= lowest && key <= highest ? score : minus_infinity();
       highest_score = larger(highest_score, scaled[i]);
     }
-    UNROLL
-    for (int apart = 1; apart < 4; apart *= 2) highest_score = larger(highest_score, shuffle_xor(highest_score, apart));
-    const float base = base_of(highest_score), old = power_of_two(largest - base);
-    largest = highest_score;
+    if (lanes_where(!(highest_score <= largest)) != 0) rescale(highest_score);  // as it is in the first few tiles
+    const float base = base_of(largest);
     UNROLL
     for (int i = 0; i < 4; ++i) scaled[i] = power_of_two(scaled[i] - base);
-    sum = sum * old + ((scaled[0] + scaled[1]) + (scaled[2] + scaled[3]));
+    sum += (scaled[0] + scaled[1]) + (scaled[2] + scaled[3]);
     UNROLL
     for (int i = 0; i < 4; ++i) scaled[i] = of_values.times(scaled[i], i);
     weights[0] = rounded_pair<M>(scaled[0], scaled[1]);
     weights[1] = rounded_pair<M>(scaled[2], scaled[3]);
-    if (lanes_where(old != 1.0f) == 0) return;                                  // as it mostly is after a few tiles
+  }
+
+  // The largest score becomes that of all four lanes of a query.
+  DEVICE void rescale(float highest_score) {
+    UNROLL
+    for (int apart = 1; apart < 4; apart *= 2) highest_score = larger(highest_score, shuffle_xor(highest_score, apart));
+    const float old = power_of_two(largest - base_of(highest_score));
+    largest = highest_score;
+    sum *= old;
     const float even = shuffle(old, 8 * t()), odd = shuffle(old, 8 * t() + 4);  // lanes 4 (2 t) and 4 (2 t + 1)
     UNROLL
     for (int block = 0; block < BLOCKS; ++block) {
@@ -287,8 +293,9 @@ struct MmaRows {
       if (FITS && !loaded) load_values(pages, row, lowest, highest, values);
       loaded = false;
       score(keys, scores);
+      const TileScales<C> of_keys = keys.scales;
       if (!FITS) load_values(pages, row, lowest, highest, values);
-      weigh(scores, keys.scales, values.scales, lowest, highest, scale, weights);
+      const int of_lowest = lowest, of_highest = highest;
       tile += stride;
       if (tile < end) {
         row = pages.row(tile);
@@ -296,6 +303,7 @@ struct MmaRows {
         highest = smaller_int(KEY_TILE, end - tile) - 1;
         if (FITS) load_keys(pages, row, lowest, highest, keys);
       }
+      weigh(scores, of_keys, values.scales, of_lowest, of_highest, scale, weights);
       mix(values, weights);
       if (tile >= end) return;
       if (!FITS) load_keys(pages, row, lowest, highest, keys);

@@ -6,7 +6,8 @@
 
 #include "attention.cuh"
 
-// Warps of a block, splits of a sequence at most (a warp's lanes), keys of a split at least.
+// Warps of a block, splits of a sequence at most (a warp's lanes), keys of a split at least: of few sequences always so
+// many, that the bits of a row depend on no other.
 enum : int { WARPS = 4, MOST_SPLITS = WARP, SMALLEST_CHUNK = 128 };
 
 // Keys [first, end) in `count` parts, cut at the multiples of `chunk`.
@@ -17,10 +18,10 @@ struct Splits {
   DEVICE int end_of(int split) const { return smaller_int(end, (first / chunk + split + 1) * chunk); }
 };
 
-// At most MOST_SPLITS, as the first and the last may be cut short.
-DEVICE Splits splits_of(int kv_length, int window) {
+// At most MOST_SPLITS, as the first and the last may be cut short; of `smallest` keys or, where those were too many, more.
+DEVICE Splits splits_of(int kv_length, int window, int smallest) {
   const int first = first_seen(kv_length - 1, window);
-  int chunk = SMALLEST_CHUNK;
+  int chunk = smallest;
   while ((kv_length - first - 1) / chunk >= MOST_SPLITS - 1) chunk *= 2;
   return {first, kv_length, chunk, (kv_length - 1) / chunk - first / chunk + 1};
 }

@@ -1,7 +1,8 @@
 // The lists from which the blocks of attention take their work. begin_step makes them.
 //
-// A list is a word with the number of its items, three of nothing, and the items, of four words each. It has room for
-// an item a block, so that a block may read its first one before it knows whether that is there.
+// A list is a word with the number of its items, of decoding one with the keys of a split at least (attention_splits.cuh),
+// two of nothing, and the items, of four words each. It has room for an item a block, so that a block may read its
+// first one before it knows whether that is there.
 #pragma once
 
 #include "intrinsics.cuh"
@@ -23,6 +24,7 @@ struct PrefillItem {
 };
 
 DEVICE int item_count(const int* work) { return work[0]; }
+DEVICE int smallest_chunk(const int* work) { return work[1]; }
 
 DEVICE DecodeItem decode_item(const int* work, int index) {
   const Words4 words = load_words4(work + ITEM_WORDS * (1 + index));

@@ -155,41 +155,49 @@ DEVICE int sum_before(int value, int& total) {
   return before + upto - value;
 }
 
-// A block for every multiprocessor is that part of the items that fill the GPU; rows of one sequence in a step, each of
-// which decodes, at most.
-enum : int { ENOUGH = 8, ROWS_OF_A_SEQUENCE = 32 };
+// Two blocks for every multiprocessor are that part of the items that fill the GPU. Rows of a step whose bits depend on
+// no other; rows of one sequence in a step, each of which decodes, at most. Multiples of that many keys are splits.
+enum : int { AT_ONCE = 4, ROWS_ALONE = 64, ROWS_OF_A_SEQUENCE = 32, CHUNK_UNIT = 64 };
 
-// One split an item, or WARPS of them where that is enough for the GPU: a warp then takes one alone. Where those are more
-// than `pieces` items, a share of them for each sequence by its splits. The number of items.
-DEVICE int list_decodes(const int* kv_lengths, int decodes, int window, int pieces, int* work) {
-  int own = 0, own_wide = 0, all, all_wide, listed = 0;
+// The keys of a split at least. Of many rows, so many that whole splits fill the GPU once; a little more, lest every row
+// leaves a small rest.
+DEVICE int chunk_for(const int* kv_lengths, int decodes, int window, int pieces) {
+  int own = 0, keys;
   for (int i = thread_index(); i < decodes; i += thread_count()) {
-    const int splits = splits_of(kv_lengths[i], window).count;
-    own += splits;
-    own_wide += (splits + WARPS - 1) / WARPS;
+    own += kv_lengths[i] - first_seen(kv_lengths[i] - 1, window);
   }
+  sum_before(own, keys);
+  sync_block();
+  const int share = keys / larger_int(1, pieces / AT_ONCE), chunk = share + share / 8;
+  return larger_int(SMALLEST_CHUNK, (chunk + CHUNK_UNIT - 1) / CHUNK_UNIT * CHUNK_UNIT);
+}
+
+// One split an item; where those are more than `pieces`, a share of them for each sequence by its splits. The last item
+// of a sequence, which may be short, comes behind all that are not. The number of items.
+DEVICE int list_decodes(const int* kv_lengths, int decodes, int window, int smallest, int pieces, int* work) {
+  int own = 0, all, listed = 0;
+  for (int i = thread_index(); i < decodes; i += thread_count()) own += splits_of(kv_lengths[i], window, smallest).count;
   sum_before(own, all);
   sync_block();
-  sum_before(own_wide, all_wide);
-  sync_block();
-  const int unit = all_wide * ENOUGH >= pieces ? WARPS : 1;
-  if (unit > 1) all = all_wide;
   NO_UNROLL
-  for (int from = 0; from < decodes; from += thread_count()) {
-    const int sequence = from + thread_index();
-    const int kv_length = sequence < decodes ? kv_lengths[sequence] : 0;
-    const int splits = sequence < decodes ? splits_of(kv_length, window).count : 0;
-    const int units = (splits + unit - 1) / unit;
-    const int items = all <= pieces ? units : (units * pieces + all - 1) / all;
-    int total;
-    const int place = listed + sum_before(items, total);
-    for (int i = 0; i < items; ++i) {
-      put_item(work, place + i,
-               DecodeItem{sequence, sequence, kv_length, units * i / items * unit,
-                          smaller_int(splits, units * (i + 1) / items * unit), ROWS_OF_A_SEQUENCE});
+  for (int last = 0; last < 2; ++last) {
+    NO_UNROLL
+    for (int from = 0; from < decodes; from += thread_count()) {
+      const int sequence = from + thread_index();
+      const int kv_length = sequence < decodes ? kv_lengths[sequence] : 0;
+      const int splits = sequence < decodes ? splits_of(kv_length, window, smallest).count : 0;
+      const int items = all <= pieces ? splits : (splits * pieces + all - 1) / all;
+      const int first = last ? larger_int(0, items - 1) : 0, end = last ? items : items - 1;
+      int total;
+      const int place = listed + sum_before(larger_int(0, end - first), total);
+      for (int i = first; i < end; ++i) {
+        put_item(work, place + i - first,
+                 DecodeItem{sequence, sequence, kv_length, splits * i / items, splits * (i + 1) / items,
+                            ROWS_OF_A_SEQUENCE});
+      }
+      listed += total;
+      sync_block();
     }
-    listed += total;
-    sync_block();
   }
   return listed;
 }
@@ -202,7 +210,7 @@ DEVICE void list_tokens(const Message& message, const Shared& shared, int window
     const int sequence = owner_of(token, message, shared.query_starts);
     const int length = shared.kv_lengths[sequence] - shared.query_starts[sequence + 1] + token + 1;
     put_item(work, listed + message.tokens - 1 - token,
-             DecodeItem{token, sequence, length, 0, splits_of(length, window).count,
+             DecodeItem{token, sequence, length, 0, splits_of(length, window, SMALLEST_CHUNK).count,
                         token - shared.query_starts[sequence] + 1});
   }
 }
@@ -260,14 +268,19 @@ void begin_step_i32(int* message, int* ids, int* positions, int* lengths, int* k
   take_table(sent, own, max_blocks);
   sync_block();
   place_tokens(sent, shared, own, sizes);
-  int listed = list_decodes(kv_lengths, sent.decodes, window, pieces, decode_work);
+  const bool alone = prefill_room == 0 || sent.decodes <= ROWS_ALONE;
+  const int smallest = alone ? int(SMALLEST_CHUNK) : chunk_for(kv_lengths, sent.decodes, window, pieces);
+  int listed = list_decodes(kv_lengths, sent.decodes, window, smallest, pieces, decode_work);
   if (prefill_room == 0) {
     list_tokens(sent, shared, window, listed, decode_work);
     listed += sent.tokens - sent.decodes;
   } else if (group == 0) {
     list_prefills(shared, sent.decodes, sent.sequences, prefill_room);
   }
-  if (thread_index() == 0) decode_work[0] = listed;
+  if (thread_index() == 0) {
+    decode_work[0] = listed;
+    decode_work[1] = smallest;
+  }
   sync_block();
   if (group < groups - 1 || thread_index() > 0) return;
   message[FRESH] = 0;

@@ -140,19 +140,22 @@ def bound(element: Element, truth: Float64, mass: Float64, *, codes: bool = Fals
     return half_place * np.abs(truth) + (weights + 2.0**-15) * mass + 2.0**-25  # the last: subnormal halves
 
 
-def splits_of(length: int, window: int = 0) -> int:
-    """Into how many parts decoding cuts the keys of a sequence: at multiples of 128, of more where those were too many."""
+SMALLEST = 128  # keys of a split of a step of few sequences
+
+
+def splits_of(length: int, window: int = 0, smallest: int = SMALLEST) -> int:
+    """Into how many parts decoding cuts the keys of a sequence: at multiples of `smallest`, of more if they are too many."""
     first = max(0, length - window) if window else 0
-    chunk = 128
+    chunk = smallest
     while (length - first - 1) // chunk >= 31:
         chunk *= 2
     return (length - 1) // chunk - first // chunk + 1
 
 
-def work_list(items: Sequence[tuple[int, int, int, int]], room: int) -> Int32:
+def work_list(items: Sequence[tuple[int, int, int, int]], room: int, smallest: int = SMALLEST) -> Int32:
     """A list of attention_work.cuh with room for `room` items at least; what is not there would be far outside."""
     words = np.full((1 + max(room, len(items)), 4), NO_BLOCK, dtype=np.int32)
-    words[0, 0] = len(items)
+    words[0, :2] = len(items), smallest
     words[1 : 1 + len(items)] = np.array(items, dtype=np.int32).reshape(-1, 4)
     return words
 
@@ -167,13 +170,16 @@ def decode_item(
     return row, sequence, length, first | end << 6 | fresh << 12
 
 
-def decode_items(lengths: Sequence[int], window: int = 0, most: int = 1) -> list[tuple[int, int, int, int]]:
+def decode_items(
+    lengths: Sequence[int], window: int = 0, most: int = 1, smallest: int = SMALLEST
+) -> list[tuple[int, int, int, int]]:
     """Of sequences that bring one token, `most` splits an item; none of length 0."""
     return [
-        decode_item(sequence, sequence, length, first, min(first + most, splits_of(length, window)))
+        decode_item(sequence, sequence, length, first, min(first + most, splits))
         for sequence, length in enumerate(lengths)
         if length
-        for first in range(0, splits_of(length, window), most)
+        for splits in [splits_of(length, window, smallest)]
+        for first in range(0, splits, most)
     ]
 
 

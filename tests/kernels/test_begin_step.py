@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.device import Argument, Device
-from tests.kernels.paged import Int32, decode_item, decode_items, prefill_items, splits_of, token_items
+from tests.kernels.paged import SMALLEST, Int32, decode_item, decode_items, prefill_items, splits_of, token_items
 
 STEM = "begin_step"
 RNG = np.random.default_rng(21)
@@ -139,7 +139,7 @@ class State:
         assert keys == sorted(keys, reverse=True)
 
     def check_decodes(self, step: Sequences, group: int, window: int) -> None:
-        """Every split of every sequence once, in about PIECES items, four an item where there are enough of those."""
+        """Every split of every sequence once, in about PIECES items; each sequence's last behind all others."""
         found = listed(self.decode_work[group])
         if self.room == 0:
             tokens = token_items(step.kv_lengths, step.counts, window)
@@ -150,21 +150,28 @@ class State:
                 assert seen == sorted(seen, reverse=True)
             found = found[:first]
         lengths = step.kv_lengths[: step.decodes]
+        smallest = chunk_of_many(lengths, window) if step.decodes > 64 and self.room else SMALLEST
+        assert self.decode_work[group][0, 1] == smallest
         ranges = [(splits & 0x3F, splits >> 6 & 0x3F) for _, _, _, splits in found]
         single = [
             decode_item(row, sequence, length, split, split + 1)
             for (row, sequence, length, _), (first, end) in zip(found, ranges)
             for split in range(first, end)
         ]
-        assert single == decode_items(lengths, window)
-        counts = [splits_of(length, window) for length in lengths]
-        fours = sum(-(-count // 4) for count in counts)
-        unit = 4 if fours * 8 >= PIECES else 1
-        units = fours if unit == 4 else sum(counts)
-        assert len(found) == units if units <= PIECES else len(found) <= PIECES + step.decodes
-        assert all(first % unit == 0 and end > first for first, end in ranges)
-        share = units / PIECES  # as even as whole units can be
-        assert all(end - first < (share + 1) * unit for first, end in ranges)
+        assert sorted(single) == sorted(decode_items(lengths, window, smallest=smallest))
+        counts = [splits_of(length, window, smallest) for length in lengths]
+        share = max(1.0, sum(counts) / PIECES)  # as even as whole splits can be
+        assert len(found) == sum(counts) if share == 1.0 else len(found) <= PIECES + step.decodes
+        assert all(0 < end - first < share + 1 for first, end in ranges)
+        lasts = [sequence for (_, sequence, _, _), (_, end) in zip(found, ranges) if end == counts[sequence]]
+        assert lasts == list(range(step.decodes))
+        assert [sequence for _, sequence, _, _ in found[len(found) - len(lasts) :]] == lasts
+
+
+def chunk_of_many(lengths: list[int], window: int) -> int:
+    """Keys of a split where whole splits fill a GPU once, and an eighth more, in multiples of 64."""
+    share = sum(min(length, window) if window else length for length in lengths) // (PIECES // 4)
+    return max(SMALLEST, -(-(share + share // 8) // 64) * 64)
 
 
 def listed(work: Int32) -> list[tuple[int, ...]]:
