@@ -4,7 +4,9 @@
 #include "attention_fma.cuh"
 #include "attention_splits.cuh"
 #include "attention_work.cuh"
-#if TIER >= 80
+#if TIER >= 90
+#include "attention_decode_ring.cuh"
+#elif TIER >= 80
 #include "attention_decode_mma.cuh"
 #endif
 
@@ -15,7 +17,8 @@ struct FmaMethod {
   const X* queries;
   int rows;
 
-  DEVICE void load_ahead(const Pages<C>&, int, int, int) {}
+  DEVICE void begin(const Pages<C>&, const Splits&, int, int, int) {}
+  DEVICE void go_on(const Pages<C>&, const Splits&) {}
 
   DEVICE void take(const X* q, int count, int head_dim, X* put) {
     put_queries<WIDTH>(q, head_dim, count, head_dim, put, thread_index(), thread_count());
@@ -24,7 +27,8 @@ struct FmaMethod {
     rows = count;
   }
 
-  DEVICE void split(const Pages<C>& pages, int first, int end, float scale, const Partials<WIDTH>& to) {
+  DEVICE void split(const Pages<C>& pages, const Splits& splits, int number, float scale, const Partials<WIDTH>& to) {
+    const int first = splits.begin_of(number), end = splits.end_of(number);
     const Sight all = {end - 1, 0, 0};
     NO_UNROLL
     for (int from = 0; from < rows; from += FMA_ROWS) {
@@ -50,39 +54,22 @@ struct FmaMethod {
 };
 
 #if TIER >= 80
-template <int WIDTH, typename X, typename C = X>
+template <int WIDTH, typename X, typename C, typename Tiles>
 struct MmaMethod {
-  using Rows = MmaRows<WIDTH, X, C>;
-  Rows state;
+  MmaRows<WIDTH, X, C> state;
+  Tiles tiles;
 
-  static DEVICE int first_tile(int first) { return (first / KEY_TILE + warp_index()) * KEY_TILE; }
-
-  // Of the split [first, end), with which the next call begins, what lies before key `known`.
-  DEVICE void load_ahead(const Pages<C>& pages, int first, int end, int known) {
-    const int tile = first_tile(first);
-    if (tile < end && tile + KEY_TILE <= known) state.load_ahead(pages, tile, first, end);
+  // Of splits [first, end), with which the next calls go on, what lies before key `known` is on its way.
+  DEVICE void begin(const Pages<C>& pages, const Splits& splits, int first, int end, int known) {
+    tiles.begin(pages, splits, first, end, known);
   }
-
+  DEVICE void go_on(const Pages<C>& pages, const Splits& splits) { tiles.go_on(pages, splits); }
   DEVICE void take(const X* q, int rows, int head_dim, X* put) { state.take(q, rows, head_dim, put); }
 
-  DEVICE void split(const Pages<C>& pages, int first, int end, float scale, const Partials<WIDTH>& to) {
+  DEVICE void split(const Pages<C>& pages, const Splits& splits, int number, float scale, const Partials<WIDTH>& to) {
     state.clear();
-    state.tiles(pages, first_tile(first), WARPS * KEY_TILE, first, end, scale);
-    leave(to);
-  }
-
-  // What was found becomes the warp's part of `to`.
-  DEVICE void leave(const Partials<WIDTH>& to) const {
-    const int g = Rows::g(), t = Rows::t(), row = warp_index() * ROWS;
-    to.largest[row + g] = state.largest;
-    to.sum[row + g] = state.whole_sum();
-    UNROLL
-    for (int i = 0; i < 4 * Rows::BLOCKS; ++i) {  // of a query, four dimensions
-      const int block = i / 4, odd = i / 2 % 2, pair = i % 2 * 2;
-      const float (&found)[4][4] = state.out[block];
-      float* out = to.row(row + 2 * t + odd) + 64 * block + 8 * g + 2 * pair;
-      store(out, Pack<float, 4>{{found[pair][odd], found[pair][2 + odd], found[pair + 1][odd], found[pair + 1][2 + odd]}});
-    }
+    tiles.split(state, pages, splits, number, scale);
+    state.leave(to);
   }
 };
 #endif
@@ -161,12 +148,13 @@ DEVICE void decode(const X* q, const C* cache, const int* block_tables, const De
   const bool alone = item.end - item.first == splits.count;
   const float scale = shape.scale * log2_e();
   Method method;
-  method.load_ahead(pages, splits.begin_of(item.first), splits.end_of(item.first), item.kv_length - item.fresh);
+  method.begin(pages, splits, item.first, item.end, item.kv_length - item.fresh);
   wait_for_previous_grid();
+  method.go_on(pages, splits);
   method.take(q + row, place.rows, shape.head_dim, room.queries);
   NO_UNROLL
   for (int split = item.first; split < item.end; ++split) {
-    method.split(pages, splits.begin_of(split), splits.end_of(split), scale, room.partials);
+    method.split(pages, splits, split, scale, room.partials);
     sync_block();
     end_split(room, alone, split, splits.count, place.rows, workspace, out + row);
     sync_block();
@@ -191,9 +179,20 @@ DEVICE void attention_decode(const X* q, const C* cache, const int* block_tables
   wait_for_previous_grid();  // so that the end of this grid is the end of all before it
 }
 
-#if TIER >= 80
+#if TIER >= 90
+template <int WIDTH, typename X, typename C>
+struct TilesOf {
+  using Type = RingTiles<WIDTH, X, C>;
+};
+template <typename X, typename C>
+struct TilesOf<256, X, C> {  // a ring would have no room on every GPU
+  using Type = HeldTiles<256, X, C>;
+};
 template <int WIDTH, typename X, typename C = X>
-using WideMethod = MmaMethod<WIDTH, X, C>;
+using WideMethod = MmaMethod<WIDTH, X, C, typename TilesOf<WIDTH, X, C>::Type>;
+#elif TIER >= 80
+template <int WIDTH, typename X, typename C = X>
+using WideMethod = MmaMethod<WIDTH, X, C, HeldTiles<WIDTH, X, C>>;
 #else
 template <int WIDTH, typename X, typename C = X>
 using WideMethod = FmaMethod<WIDTH, WIDE, X, C>;

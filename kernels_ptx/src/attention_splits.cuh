@@ -133,7 +133,7 @@ DEVICE void load_parts(const Workspace& workspace, int rows, int count, int spli
 // All splits from the workspace, in order; `scratch` holds 3 ROWS MOST_SPLITS floats of shared memory.
 template <int WIDTH, typename X>
 DEVICE void merge_splits(const Workspace& workspace, int rows, int count, float* scratch, X* out) {
-  enum : int { AHEAD = 4, PAIRS = Share<WIDTH>::PAIRS };
+  enum : int { PAIRS = Share<WIDTH>::PAIRS, AHEAD = PAIRS > 4 ? 4 : 8 };
   float *factors = scratch, *sums = scratch + 2 * ROWS * MOST_SPLITS;
   Words2 parts[PAIRS][AHEAD];
   load_parts<WIDTH>(workspace, rows, count, 0, parts);  // on their way while the factors are found

@@ -155,38 +155,35 @@ DEVICE int sum_before(int value, int& total) {
   return before + upto - value;
 }
 
-// Two blocks for every multiprocessor are that part of the items that fill the GPU. Rows of a step whose bits depend on
-// no other; rows of one sequence in a step, each of which decodes, at most. Multiples of that many keys are splits.
-enum : int { AT_ONCE = 4, ROWS_ALONE = 64, ROWS_OF_A_SEQUENCE = 32, CHUNK_UNIT = 64 };
+// Rows of a step whose bits depend on no other; rows of one sequence in a step, each of which decodes, at most. Multiples
+// of that many keys are splits.
+enum : int { ROWS_ALONE = 64, ROWS_OF_A_SEQUENCE = 32, CHUNK_UNIT = 64 };
+
+DEVICE int seen_keys(int kv_length, int window) { return kv_length - first_seen(kv_length - 1, window); }
 
 // The keys of a split at least. Of many rows, so many that whole splits fill the GPU once; a little more, lest every row
 // leaves a small rest.
-DEVICE int chunk_for(const int* kv_lengths, int decodes, int window, int pieces) {
-  int own = 0, keys;
-  for (int i = thread_index(); i < decodes; i += thread_count()) {
-    own += kv_lengths[i] - first_seen(kv_lengths[i] - 1, window);
-  }
-  sum_before(own, keys);
-  sync_block();
-  const int share = keys / larger_int(1, pieces / AT_ONCE), chunk = share + share / 8;
+DEVICE int chunk_of_many(int keys, int pieces) {
+  const int share = keys / pieces, chunk = share + share / 8;
   return larger_int(SMALLEST_CHUNK, (chunk + CHUNK_UNIT - 1) / CHUNK_UNIT * CHUNK_UNIT);
 }
 
-// One split an item; where those are more than `pieces`, a share of them for each sequence by its splits. The last item
-// of a sequence, which may be short, comes behind all that are not. The number of items.
-DEVICE int list_decodes(const int* kv_lengths, int decodes, int window, int smallest, int pieces, int* work) {
-  int own = 0, all, listed = 0;
-  for (int i = thread_index(); i < decodes; i += thread_count()) own += splits_of(kv_lengths[i], window, smallest).count;
-  sum_before(own, all);
-  sync_block();
+// As many items a sequence as are its keys' share of `pieces`, if it has so many splits; one at least. The last of each,
+// which may be short, comes behind all that are not. The number of items.
+DEVICE int list_decodes(const int* kv_lengths, int decodes, int window, int smallest, int keys, int pieces, int* work) {
+  int listed = 0;
   NO_UNROLL
   for (int last = 0; last < 2; ++last) {
     NO_UNROLL
     for (int from = 0; from < decodes; from += thread_count()) {
       const int sequence = from + thread_index();
-      const int kv_length = sequence < decodes ? kv_lengths[sequence] : 0;
-      const int splits = sequence < decodes ? splits_of(kv_length, window, smallest).count : 0;
-      const int items = all <= pieces ? splits : (splits * pieces + all - 1) / all;
+      int kv_length = 0, splits = 0, items = 0;
+      if (sequence < decodes) {
+        kv_length = kv_lengths[sequence];
+        splits = splits_of(kv_length, window, smallest).count;
+        const int share = int(int64(seen_keys(kv_length, window)) * pieces / keys);
+        items = larger_int(1, smaller_int(splits, share));
+      }
       const int first = last ? larger_int(0, items - 1) : 0, end = last ? items : items - 1;
       int total;
       const int place = listed + sum_before(larger_int(0, end - first), total);
@@ -268,9 +265,13 @@ void begin_step_i32(int* message, int* ids, int* positions, int* lengths, int* k
   take_table(sent, own, max_blocks);
   sync_block();
   place_tokens(sent, shared, own, sizes);
+  int own_keys = 0, keys;
+  for (int i = thread_index(); i < sent.decodes; i += thread_count()) own_keys += seen_keys(kv_lengths[i], window);
+  sum_before(own_keys, keys);
+  sync_block();
   const bool alone = prefill_room == 0 || sent.decodes <= ROWS_ALONE;
-  const int smallest = alone ? int(SMALLEST_CHUNK) : chunk_for(kv_lengths, sent.decodes, window, pieces);
-  int listed = list_decodes(kv_lengths, sent.decodes, window, smallest, pieces, decode_work);
+  const int smallest = alone ? int(SMALLEST_CHUNK) : chunk_of_many(keys, pieces);
+  int listed = list_decodes(kv_lengths, sent.decodes, window, smallest, keys, pieces, decode_work);
   if (prefill_room == 0) {
     list_tokens(sent, shared, window, listed, decode_work);
     listed += sent.tokens - sent.decodes;

@@ -264,6 +264,15 @@ DEVICE void load_matrices(uint32 (&to)[2], const void* row) {
 }
 #endif
 
+#if TIER >= 75
+// An 8x8 matrix of 16-bit elements, of which lane 4 g + t has 2 t and 2 t + 1 of row g, turned about its diagonal.
+DEVICE uint32 turned_matrix(uint32 pair) {
+  uint32 turned;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
+  return turned;
+}
+#endif
+
 #if TIER >= 80
 MMA_16816(half_t, "f16")
 MMA_16816(bfloat_t, "bf16")

@@ -152,6 +152,14 @@ def splits_of(length: int, window: int = 0, smallest: int = SMALLEST) -> int:
     return (length - 1) // chunk - first // chunk + 1
 
 
+def ring_bytes(shape: Shape, tier: str, *, codes: bool = False) -> int:
+    """Shared memory of the rings of attention_decode_ring.cuh: 4 warps, 256 / width stages, keys and values of 16 rows."""
+    if tier < "t90" or shape.head_dim % 8 or shape.head_dim > 128:
+        return 0
+    width = 64 if shape.head_dim <= 64 else 128
+    return 4 * (256 // width) * 2 * 16 * (width + 4 if codes else 2 * width)
+
+
 def work_list(items: Sequence[tuple[int, int, int, int]], room: int, smallest: int = SMALLEST) -> Int32:
     """A list of attention_work.cuh with room for `room` items at least; what is not there would be far outside."""
     words = np.full((1 + max(room, len(items)), 4), NO_BLOCK, dtype=np.int32)

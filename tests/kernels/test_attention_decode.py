@@ -20,6 +20,7 @@ from tests.kernels.paged import (
     bound,
     decode_items,
     paged,
+    ring_bytes,
     splits_of,
     token_items,
     work_list,
@@ -84,7 +85,8 @@ def run(
     work = work_list([items[place] for place in RNG.permutation(len(items))], blocks, smallest)
     args: list[Argument] = [q, *held.cached, held.tables, work, out, workspace, counters]
     args += [*held.arguments, shape.scale, window]
-    device.run(stem, entry(stem, element, shape), (blocks, packs(shape)), 128, args, tier=tier)
+    shared = ring_bytes(shape, tier or "", codes=held.scales is not None)
+    device.run(stem, entry(stem, element, shape), (blocks, packs(shape)), 128, args, shared, tier=tier)
     assert not counters.any()
     return out
 
@@ -178,7 +180,8 @@ def test_a_token_of_a_prompt_has_the_bits_that_it_has_when_its_sequence_ends_wit
     args: list[Argument] = [q, *held.cached, held.tables, work, out, workspace, counters, *held.arguments]
     stem = held.over(STEM)
     grid = (len(items), packs(shape))
-    device.run(stem, entry(stem, element, shape), grid, 128, [*args, shape.scale, 0], tier=tier)
+    shared = ring_bytes(shape, tier, codes=codes)
+    device.run(stem, entry(stem, element, shape), grid, 128, [*args, shape.scale, 0], shared, tier=tier)
     for row, (sequence, length) in enumerate([(0, 260), (1, 198), (1, 199), (1, 200)]):
         one = replace(held, lengths=np.array([length], dtype=np.int32), tables=held.tables[sequence : sequence + 1])
         assert np.array_equal(run(device, element, q[row : row + 1], one, tier=tier)[0], out[row]), row

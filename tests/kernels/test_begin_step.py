@@ -160,9 +160,12 @@ class State:
         ]
         assert sorted(single) == sorted(decode_items(lengths, window, smallest=smallest))
         counts = [splits_of(length, window, smallest) for length in lengths]
-        share = max(1.0, sum(counts) / PIECES)  # as even as whole splits can be
-        assert len(found) == sum(counts) if share == 1.0 else len(found) <= PIECES + step.decodes
-        assert all(0 < end - first < share + 1 for first, end in ranges)
+        seen = [min(length, window) if window else length for length in lengths]
+        items = [max(1, min(splits, keys * PIECES // sum(seen))) for splits, keys in zip(counts, seen)]
+        for sequence, (splits, own) in enumerate(zip(counts, items)):
+            cuts = [splits * item // own for item in range(own + 1)]
+            given = [limits for (_, owner, _, _), limits in zip(found, ranges) if owner == sequence]
+            assert given == list(zip(cuts, cuts[1:]))
         lasts = [sequence for (_, sequence, _, _), (_, end) in zip(found, ranges) if end == counts[sequence]]
         assert lasts == list(range(step.decodes))
         assert [sequence for _, sequence, _, _ in found[len(found) - len(lasts) :]] == lasts
@@ -170,7 +173,7 @@ class State:
 
 def chunk_of_many(lengths: list[int], window: int) -> int:
     """Keys of a split where whole splits fill a GPU once, and an eighth more, in multiples of 64."""
-    share = sum(min(length, window) if window else length for length in lengths) // (PIECES // 4)
+    share = sum(min(length, window) if window else length for length in lengths) // PIECES
     return max(SMALLEST, -(-(share + share // 8) // 64) * 64)
 
 

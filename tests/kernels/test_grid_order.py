@@ -16,7 +16,7 @@ from rvllm.sampling.params import SamplingParams
 from rvllm.sampling.sampler import SamplingRow
 from tests.kernels import sample_batch, shim
 from tests.kernels.elements import ELEMENTS
-from tests.kernels.paged import Shape, decode_items, paged, token_items, work_list
+from tests.kernels.paged import Shape, decode_items, paged, ring_bytes, token_items, work_list
 
 RNG = np.random.default_rng(31)
 BF16 = ELEMENTS[1]
@@ -58,7 +58,7 @@ def attention(head_dim: int) -> Call:
     newest = [held.cache[side, page, 0, place] for page, place in last for side in (0, 1)]
     args = [q, *held.cached, held.tables, work, out, workspace, counters, *held.arguments, shape.scale, 0]
     entry = f"attention_decode_d{head_dim}_bf16"
-    return Call("attention_decode", entry, (len(items) + 1, 1), 128, args, out, [q, *newest])
+    return Call("attention_decode", entry, (len(items) + 1, 1), 128, args, out, [q, *newest], ring_bytes(shape, "t90"))
 
 
 def chunk_of_a_prompt() -> Call:
@@ -72,7 +72,8 @@ def chunk_of_a_prompt() -> Call:
     pages = [(held.tables[0, 15], slice(0, 32)), (held.tables[0, 16], slice(0, 8))]
     newest = [held.cache[side, page, 0, places] for page, places in pages for side in (0, 1)]
     args = [q, *held.cached, held.tables, work, out, workspace, counters, *held.arguments, shape.scale, 0]
-    return Call("attention_decode", "attention_decode_d64_bf16", (count, 1), 128, args, out, [q, *newest])
+    shared = ring_bytes(shape, "t90")
+    return Call("attention_decode", "attention_decode_d64_bf16", (count, 1), 128, args, out, [q, *newest], shared)
 
 
 def product(stem: str, depth: int) -> Call:

@@ -321,7 +321,7 @@ def _(op: Attention, target: Target) -> list[Launch]:
     stem = _over("attention_decode", op.cache)
     entry = f"{stem}_{_build_for(head_dim, (64, 128, 256))}_{suffix(op.out.dtype)}"
     values = (*cached, address(f"decode_work.{group}"), out, target.workspace, target.counters, *shape)
-    decode = Launch(stem, entry, grid, 128, 0, values)
+    decode = Launch(stem, entry, grid, 128, _ring_bytes(op, target), values)
     if target.batch_invariant or not bucket.prefills:
         return [decode]
     # Every sequence may leave a part of a tile. Blocks for more than a few of them would mostly find nothing to do.
@@ -335,9 +335,20 @@ def _(op: Attention, target: Target) -> list[Launch]:
 
 
 def decode_pieces(op: Attention, multiprocessors: int) -> int:
-    """Items of decoding that fill the GPU. Its list has no more than these and one more for each sequence (or, where
-    tokens of prompts are in it, for each token)."""
-    return _covering(8 * multiprocessors, _packs(op))
+    """Items of decoding that fill the GPU once. Its list has no more than these and one more for each sequence (or,
+    where tokens of prompts are in it, for each token)."""
+    return _covering(2 * multiprocessors, _packs(op))
+
+
+def _ring_bytes(op: Attention, target: Target) -> int:
+    """What the rings of attention_decode's four warps take (attention_decode_ring.cuh)."""
+    head_dim = op.cache.shape[4]
+    assert isinstance(head_dim, int), op
+    if target.tier < "t90" or head_dim % 8 or head_dim > 128:
+        return 0
+    width = 64 if head_dim <= 64 else 128
+    tile = 16 * width + 64 if op.cache.dtype is E4M3 else 32 * width
+    return 4 * 2 * (256 // width) * tile
 
 
 def _packs(op: Attention) -> int:

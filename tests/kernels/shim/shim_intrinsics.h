@@ -254,6 +254,18 @@ void load_matrices(uint32 (&to)[MATRICES], const void* row) {
 
 }  // namespace shim
 
+DEVICE uint32 turned_matrix(uint32 pair) {
+  shim::need_whole_warp("turned_matrix");
+  const auto slots = shim::meet("turned_matrix", ALL_LANES, &pair, sizeof(pair));
+  const int lane = thread_index() % WARP;
+  uint32 turned = 0;
+  for (int i = 0; i < 2; ++i) {
+    const uint32 row = shim::from_lane<uint32>(slots, (lane % 4 * 2 + i) * 4 + lane / 8);
+    turned |= (row >> lane / 4 % 2 * 16 & 0xffffu) << 16 * i;
+  }
+  return turned;
+}
+
 template <typename X>
 void mma_16816(float (&d)[4], const uint32 (&a)[4], const uint32 (&b)[2], X type) {
   shim::Fragments<4> mine;
@@ -416,6 +428,14 @@ DEVICE void copy_box(void* to, const void* map, int column, int row, uint64* wor
   memset(bytes, shim::POISON, size_t(box.box_rows) * 128);
   const auto copy = [=] { shim::copy_box(bytes, box, column, row); };
   shim::machine.now->boxes.push_back({word, int64_t(box.box_rows) * 128, copy});
+  shim::arrivals_at(word);
+}
+
+DEVICE void copy_bytes(void* to, const void* from, int bytes, uint64* word) {
+  if (bytes <= 0 || bytes % 16 != 0) shim::fail("a copy of %d bytes", bytes);
+  const void* source = shim::aligned(from, 16);
+  memset(shim::aligned(to, 16), shim::POISON, size_t(bytes));
+  shim::machine.now->boxes.push_back({word, bytes, [=] { memcpy(to, source, size_t(bytes)); }});
   shim::arrivals_at(word);
 }
 
