@@ -342,3 +342,50 @@ struct HeldTiles {
     }
   }
 };
+
+// The one or two tiles that a warp has of a split of SMALLEST_CHUNK keys, all in registers before the first is scored: for
+// blocks that take no more than such a split, which have nothing else to wait for.
+template <int WIDTH, typename X, typename C>
+struct EarlyTiles {
+  using Rows = MmaRows<WIDTH, X, C>;
+  enum : int { MOST = SMALLEST_CHUNK / (WARPS * KEY_TILE) };
+
+  typename Rows::Keys keys[MOST];
+  typename Rows::Values values[MOST];
+  int first, end, known;
+
+  DEVICE int at(int i) const { return first_tile(first) + i * WARPS * KEY_TILE; }
+  DEVICE int lowest(int i) const { return larger_int(0, first - at(i)); }
+  DEVICE int highest(int i) const { return smaller_int(KEY_TILE, end - at(i)) - 1; }
+
+  DEVICE void begin(const Pages<C>& pages, const Splits& splits, int number, int, int before) {
+    first = splits.begin_of(number);
+    end = splits.end_of(number);
+    known = before;
+    load(pages, true);
+  }
+  DEVICE void go_on(const Pages<C>& pages, const Splits&) { load(pages, false); }
+
+  // Those that lie before key `known`, or those that do not.
+  DEVICE void load(const Pages<C>& pages, bool early) {
+    UNROLL
+    for (int i = 0; i < MOST; ++i) {
+      if (at(i) >= end || (at(i) + KEY_TILE <= known) != early) continue;
+      const int64 row = pages.row(at(i));
+      Rows::template load_keys<false>(tile_of(pages, row, lowest(i), highest(i)), keys[i]);
+      Rows::template load_values<false>(tile_of(pages, pages.to_values + row, lowest(i), highest(i)), values[i]);
+    }
+  }
+
+  DEVICE void split(Rows& rows, const Pages<C>& pages, const Splits&, int, float scale) {
+    UNROLL
+    for (int i = 0; i < MOST; ++i) {
+      if (at(i) >= end) return;
+      float scores[4];
+      uint32 weights[2];
+      rows.score(keys[i], scores);
+      rows.weigh(scores, tile_of(pages, 0, lowest(i), highest(i)), keys[i].scales, values[i].scales, scale, weights);
+      rows.mix(values[i], weights);
+    }
+  }
+};
