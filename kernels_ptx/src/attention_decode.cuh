@@ -14,8 +14,6 @@
 
 template <int WIDTH, int N, typename X, typename C = X>
 struct FmaMethod {
-  enum : bool { HAS_SHORT = false };
-
   const X* queries;
   int rows;
 
@@ -56,20 +54,8 @@ struct FmaMethod {
 };
 
 #if TIER >= 80
-template <typename A, typename B>
-struct Same {
-  enum : bool { YES = false };
-};
-template <typename A>
-struct Same<A, A> {
-  enum : bool { YES = true };
-};
-
-template <int WIDTH, typename X, typename C, typename Tiles, typename ShortTiles = Tiles>
+template <int WIDTH, typename X, typename C, typename Tiles>
 struct MmaMethod {
-  using Short = MmaMethod<WIDTH, X, C, ShortTiles>;  // of a block with one split of the fewest keys
-  enum : bool { HAS_SHORT = !Same<Tiles, ShortTiles>::YES };
-
   MmaRows<WIDTH, X, C> state;
   Tiles tiles;
 
@@ -151,11 +137,12 @@ DEVICE void end_split(const Room<WIDTH, X>& room, bool alone, int split, int spl
 // The item's splits. If those are all of the sequence's, nothing goes through the workspace. Before the previous grid
 // has ended, only what earlier steps and begin_step wrote is read: the product before that grid waited for them.
 template <typename Method, int WIDTH, typename X, typename C>
-DEVICE void decode(const X* q, const C* cache, const int* block_tables, const DecodeItem& item, const Splits& splits,
+DEVICE void decode(const X* q, const C* cache, const int* block_tables, const DecodeItem& item, int smallest,
                    const DecodeArguments& given, const Room<WIDTH, X>& room, X* out) {
   const AttentionShape& shape = given.shape;
   const Place place = place_of_block(item.sequence, shape);
   const Pages<C> pages = pages_of(cache, given.scales, block_tables, item.sequence, place.kv_head, shape);
+  const Splits splits = splits_of(item.kv_length, shape.window, smallest);
   const Workspace workspace = workspace_of(given.workspace, item.sequence, place.head, shape);
   const int64 row = (int64(item.row) * shape.heads + place.head) * shape.head_dim;
   const bool alone = item.end - item.first == splits.count;
@@ -187,29 +174,22 @@ DEVICE void attention_decode(const X* q, const C* cache, const int* block_tables
   SHARED_ARRAY(float, states, 2 * ROWS * 2);
   const Room<WIDTH, X> room = {queries, {warps_states, warps_states + WARPS * ROWS, warps_out}, total, states};
   const DecodeItem item = decode_item(work, block_x());
-  const Splits splits = splits_of(item.kv_length, given.shape.window, smallest_chunk(work));
-  if (block_x() < item_count(work)) {
-    if constexpr (Method::HAS_SHORT) {
-      if (item.end - item.first == 1 && splits.chunk == SMALLEST_CHUNK) {
-        return decode<typename Method::Short>(q, cache, block_tables, item, splits, given, room, out);
-      }
-    }
-    return decode<Method>(q, cache, block_tables, item, splits, given, room, out);
-  }
+  const int smallest = smallest_chunk(work);
+  if (block_x() < item_count(work)) return decode<Method>(q, cache, block_tables, item, smallest, given, room, out);
   wait_for_previous_grid();  // so that the end of this grid is the end of all before it
 }
 
 #if TIER >= 90
 template <int WIDTH, typename X, typename C>
-struct Chosen {
-  using Method = MmaMethod<WIDTH, X, C, RingTiles<WIDTH, X, C>, EarlyTiles<WIDTH, X, C>>;
+struct TilesOf {
+  using Type = RingTiles<WIDTH, X, C>;
 };
 template <typename X, typename C>
-struct Chosen<256, X, C> {  // a ring would have no room on every GPU
-  using Method = MmaMethod<256, X, C, HeldTiles<256, X, C>>;
+struct TilesOf<256, X, C> {  // a ring would have no room on every GPU
+  using Type = HeldTiles<256, X, C>;
 };
 template <int WIDTH, typename X, typename C = X>
-using WideMethod = typename Chosen<WIDTH, X, C>::Method;
+using WideMethod = MmaMethod<WIDTH, X, C, typename TilesOf<WIDTH, X, C>::Type>;
 #elif TIER >= 80
 template <int WIDTH, typename X, typename C = X>
 using WideMethod = MmaMethod<WIDTH, X, C, HeldTiles<WIDTH, X, C>>;
