@@ -2,14 +2,14 @@
 //
 // weight (2 rows, depth), bias (2 rows) or null: gate rows, then up rows; out (tokens, rows) X; the rest as in gemm_t90a.cu.
 // workspace: what cut tiles leave, f32; counters: a u32 a cut tile, 0 before the first launch and after every one.
-// launch: grid whole + (tiles - whole) parts, block 256; T tokens a tile, 64, 128 or 256, as the entry's name says;
-//   tiles = ceil(tokens / T) ceil(slots / 128), slots = 128 ceil(rows / 64); activation as in activation.cuh. The tiles from `whole` on are cut into
-//   `parts`. Dynamic shared bytes: n128, n256 197632; n64 99328.
-//   n128, n256: parts is at most 16 and ceil(depth / 64); workspace: 512 T parts bytes a cut tile.
+// launch: grid whole + (tiles - whole) parts, block 2 P; T tokens a tile, 64, 128 or 256, as the entry's name says, and P
+//   slots, 128 with 64 tokens, else 192; tiles = ceil(tokens / T) ceil(2 rows / P); the tiles from `whole` on are cut into
+//   `parts`; activation as in activation.cuh. Dynamic shared bytes: n128, n256 230400; n64 99328.
+//   n128, n256: parts is at most 16 and ceil(depth / 64); workspace: 768 T parts bytes a cut tile.
 //   n64 has the bits of linear.cu; splits is its S, parts is 1, 2, 4 or 8 and changes no bit, and where splits is more than
 //   1 all tiles are cut; workspace: 262144 splits bytes a cut tile.
 //   Blocks that share a tile wait for each other: they are the grid's last, and all of them run at once.
-//   x and weight are given as maps (Device.matrix_map): of x in boxes of T rows, of the weight in boxes of 64.
+//   x and weight are given as maps (Device.matrix_map): of x in boxes of T rows, of the weight in boxes of P / 2.
 // bound: 2 tokens rows depth FLOPs, or the bytes of the weight.
 // assumes: depth is a multiple of 8; x, weight and out start on 16 bytes; residual and out overlap nothing else.
 // spills: at most 32 bytes
@@ -21,31 +21,31 @@ template <int TOKENS, typename X>
 DEVICE void wide_gated(const void* x, const void* weight, const X* bias, X* out, int tokens, int rows, int depth,
                        int activation, int whole, int parts, float* workspace, uint32* counters) {
   const Gated<X> to = {bias, out, rows, activation};
-  gemm<TOKENS, X>(Matrices{x, weight, tokens, depth}, Cut{whole, parts}, Meeting{workspace, counters}, to);
+  gemm<Size<192, TOKENS>, X>(Matrices{x, weight, tokens, depth}, Cut{whole, parts}, Meeting{workspace, counters}, to);
 }
 
-KERNEL(256)
+KERNEL(384)
 void gemm_act_mul_t90a_f16_n128(const void* x, const void* weight, const half_t* bias, half_t* out, int tokens,
                                 int rows, int depth, int activation, int whole, int parts, float* workspace,
                                 uint32* counters) {
   wide_gated<128, half_t>(x, weight, bias, out, tokens, rows, depth, activation, whole, parts, workspace, counters);
 }
 
-KERNEL(256)
+KERNEL(384)
 void gemm_act_mul_t90a_f16_n256(const void* x, const void* weight, const half_t* bias, half_t* out, int tokens,
                                 int rows, int depth, int activation, int whole, int parts, float* workspace,
                                 uint32* counters) {
   wide_gated<256, half_t>(x, weight, bias, out, tokens, rows, depth, activation, whole, parts, workspace, counters);
 }
 
-KERNEL(256)
+KERNEL(384)
 void gemm_act_mul_t90a_bf16_n128(const void* x, const void* weight, const bfloat_t* bias, bfloat_t* out, int tokens,
                                  int rows, int depth, int activation, int whole, int parts, float* workspace,
                                  uint32* counters) {
   wide_gated<128, bfloat_t>(x, weight, bias, out, tokens, rows, depth, activation, whole, parts, workspace, counters);
 }
 
-KERNEL(256)
+KERNEL(384)
 void gemm_act_mul_t90a_bf16_n256(const void* x, const void* weight, const bfloat_t* bias, bfloat_t* out, int tokens,
                                  int rows, int depth, int activation, int whole, int parts, float* workspace,
                                  uint32* counters) {

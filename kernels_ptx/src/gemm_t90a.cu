@@ -3,8 +3,8 @@
 // x (tokens, depth) X; weight (rows, depth) X; bias (rows) X or null; out (tokens, rows) X.
 // workspace: what cut tiles leave, f32; counters: a u32 a cut tile, 0 before the first launch and after every one.
 // launch: grid whole + (tiles - whole) parts, block 256; T tokens a tile, 64, 128 or 256, as the entry's name says;
-//   tiles = ceil(tokens / T) ceil(slots / 128), slots = rows. The tiles from `whole` on are cut into
-//   `parts`. Dynamic shared bytes: n128, n256 197632; n64 99328.
+//   tiles = ceil(tokens / T) ceil(rows / 128). The tiles from `whole` on are cut into `parts`. Dynamic shared bytes: n128,
+//   n256 197632; n64 99328.
 //   n128, n256: parts is at most 16 and ceil(depth / 64); workspace: 512 T parts bytes a cut tile.
 //   n64 has the bits of linear.cu; splits is its S, parts is 1, 2, 4 or 8 and changes no bit, and where splits is more than
 //   1 all tiles are cut; workspace: 262144 splits bytes a cut tile.
@@ -21,7 +21,7 @@ template <int TOKENS, typename X>
 DEVICE void wide_rounded(const void* x, const void* weight, const X* bias, X* out, int tokens, int rows, int depth,
                          int whole, int parts, float* workspace, uint32* counters) {
   const Plain<Rounded<X>> to = {{bias}, out, rows};
-  gemm<TOKENS, X>(Matrices{x, weight, tokens, depth}, Cut{whole, parts}, Meeting{workspace, counters}, to);
+  gemm<Size<128, TOKENS>, X>(Matrices{x, weight, tokens, depth}, Cut{whole, parts}, Meeting{workspace, counters}, to);
 }
 
 KERNEL(256)

@@ -1,4 +1,4 @@
-// Many tokens times a weight on the tensor cores of Hopper: 128 slots (linear_out.cuh) and 128 or 256 tokens a tile.
+// Many tokens times a weight on the tensor cores of Hopper: 128 or 192 slots (linear_out.cuh) and 128 or 256 tokens a tile.
 //
 // Tiles are counted with the tokens fastest, so that the blocks that share slots run at the same time. The first tiles
 // have a block each; the last ones, which would leave most of the GPU idle, are cut into as many parts of the depth as
@@ -10,23 +10,24 @@
 
 enum : int { MOST_PARTS = 16 };
 
-template <int TOKENS, typename X, typename Out>
+template <typename Size, typename X, typename Out>
 DEVICE void gemm(const Matrices& in, const Cut& cut, const Meeting& meeting, const Out& out) {
-  using Own = Steps<TOKENS, 196608 / ((SLOTS + TOKENS) * ROW_BYTES)>;
+  enum : int { SLOTS = Size::SLOTS, TOKENS = Size::TOKENS, ROOM = SLOTS == 128 ? 196608 : 229376 };
+  using Own = Steps<Size, ROOM / ((SLOTS + TOKENS) * ROW_BYTES)>;
   DYNAMIC_SHARED(dynamic);
   SHARED_ARRAY(uint64, words, 2 * Own::STAGES);
   unsigned char* memory = aligned_shared(dynamic, 1024);
   const TilePart own(cut);
-  const Tile<TOKENS> tile(in, out, own.tile);
+  const Tile<Size> tile(in, out, own.tile);
   const int all = (in.depth + STEP - 1) / STEP;
   Own steps(in, tile, memory, words, all * own.part / own.parts, all * (own.part + 1) / own.parts);
   float sums[TOKENS / 2] = {};
   steps.accumulate(steps.end - steps.step, sums, X());
   start_next_grid();
-  const Leaving<TOKENS> leaving = {tile, reinterpret_cast<float*>(memory)};
+  const Leaving<Size> leaving = {tile, reinterpret_cast<float*>(memory)};
   if (own.parts == 1) return leaving.finish(out, in.tokens, sums);
   float* workspace = meeting.workspace + int64(own.cut) * own.parts * TOKENS * SLOTS;
-  leave_sums<TOKENS>(workspace, own.part, sums);
+  leave_sums<Size>(workspace, own.part, sums);
   leaving.finish_share(out, in.tokens, own, meeting.counters + own.cut,
-                       [&](int group) { return add_parts<TOKENS, MOST_PARTS>(workspace, 0, own.parts, group); });
+                       [&](int group) { return add_parts<Size, MOST_PARTS>(workspace, 0, own.parts, group); });
 }

@@ -14,6 +14,7 @@
 template <typename X>
 struct PartTile {
   enum : int { TOKENS = 64, WARPS = 8 };  // WARPS: linear's
+  using Own = Size<128, TOKENS>;
   using Sums = float[TOKENS / 2];
 
   int depth, splits;
@@ -23,14 +24,14 @@ struct PartTile {
   DEVICE int begin_of(int part) const { return part == 0 ? 0 : end_of(part - 1); }
 
   // The parts [first, last): added up, or each left in the workspace.
-  template <typename Own>
-  DEVICE void accumulate(Own& steps, int first, int last, float* workspace, Sums& total) const {
+  template <typename Stages>
+  DEVICE void accumulate(Stages& steps, int first, int last, float* workspace, Sums& total) const {
     NO_UNROLL
     for (int part = first; part < last; ++part) {
       Sums sums = {};
       steps.accumulate(end_of(part) - begin_of(part), sums, X());
       if (workspace != nullptr) {
-        leave_sums<TOKENS>(workspace, part, sums);
+        leave_sums<Own>(workspace, part, sums);
       } else {
         UNROLL
         for (int i = 0; i < TOKENS / 2; ++i) total[i] = part == first ? sums[i] : total[i] + sums[i];
@@ -40,10 +41,10 @@ struct PartTile {
 
   // Sums 4 four.. of this thread from the workspace: all parts of one split added up, and then the splits.
   DEVICE Pack<float, 4> added(float* workspace, int four) const {
-    Pack<float, 4> total = add_parts<TOKENS, WARPS>(workspace, 0, WARPS, four);
+    Pack<float, 4> total = add_parts<Own, WARPS>(workspace, 0, WARPS, four);
     NO_UNROLL
     for (int split = 1; split < splits; ++split) {
-      const Pack<float, 4> sum = add_parts<TOKENS, WARPS>(workspace, split * WARPS, WARPS, four);
+      const Pack<float, 4> sum = add_parts<Own, WARPS>(workspace, split * WARPS, WARPS, four);
       UNROLL
       for (int i = 0; i < 4; ++i) total.at[i] = total.at[i] + sum.at[i];
     }
@@ -55,13 +56,13 @@ struct PartTile {
 template <typename X, typename Out>
 DEVICE void linear_parts(const Matrices& in, int splits, const Cut& cut, const Meeting& meeting, const Out& out) {
   using Parts = PartTile<X>;
-  enum : int { TOKENS = Parts::TOKENS, WARPS = Parts::WARPS };
-  using Own = Steps<TOKENS, 4>;
+  enum : int { TOKENS = Parts::TOKENS, WARPS = Parts::WARPS, SLOTS = Parts::Own::SLOTS };
+  using Own = Steps<typename Parts::Own, 4>;
   DYNAMIC_SHARED(dynamic);
   SHARED_ARRAY(uint64, words, 2 * Own::STAGES);
   unsigned char* memory = aligned_shared(dynamic, 1024);
   const TilePart own(cut);
-  const Tile<TOKENS> tile(in, out, own.tile);
+  const Tile<typename Parts::Own> tile(in, out, own.tile);
   const Parts parts = {in.depth, splits};
   const int count = splits * WARPS / own.parts, first = own.part * count, last = first + count;
   const bool alone = own.parts == 1;
@@ -70,7 +71,7 @@ DEVICE void linear_parts(const Matrices& in, int splits, const Cut& cut, const M
   Own steps(in, tile, memory, words, parts.begin_of(first), parts.end_of(last - 1));
   parts.accumulate(steps, first, last, workspace, sums);
   start_next_grid();
-  const Leaving<TOKENS> leaving = {tile, reinterpret_cast<float*>(memory)};
+  const Leaving<typename Parts::Own> leaving = {tile, reinterpret_cast<float*>(memory)};
   if (alone) return leaving.finish(out, in.tokens, sums);
   leaving.finish_share(out, in.tokens, own, meeting.counters + own.cut,
                        [&](int group) { return parts.added(workspace, group); });

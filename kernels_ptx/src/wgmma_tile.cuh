@@ -1,12 +1,18 @@
-// What products on warpgroups share: a block of two has a tile of 128 slots (linear_out.cuh), 64 each, and some tokens, and
-// goes through the depth in steps of 64 elements, which the copy engine brings.
+// What products on warpgroups share: a block has a tile of some slots (linear_out.cuh), 64 for each of its warpgroups, and
+// some tokens, and goes through the depth in steps of 64 elements, which the copy engine brings.
 #pragma once
 
 #include "intrinsics_t90.cuh"
 #include "linear_out.cuh"
 #include "meeting.cuh"
 
-enum : int { SLOTS = 128, HALF = SLOTS / 2, STEP = 64, ROW_BYTES = STEP * 2, TILE_THREADS = 256 };
+enum : int { STEP = 64, ROW_BYTES = STEP * 2, GROUP_SLOTS = 64 };
+
+// A tile's slots and tokens: the more of both, the less is read for a product. Sums of 192 x 256 fill the registers.
+template <int S, int T>
+struct Size {
+  enum : int { SLOTS = S, HALF = S / 2, TOKENS = T, THREADS = 2 * S };
+};
 
 // The descriptions of x (tokens, depth), in boxes of a tile's tokens, and of the weight, in boxes of 64 rows.
 struct Matrices {
@@ -33,8 +39,10 @@ struct TilePart {
 };
 
 // Where a tile is: its first token and slot, and the rows of the weight where its two halves begin.
-template <int TOKENS>
+template <typename Size>
 struct Tile {
+  enum : int { SLOTS = Size::SLOTS, HALF = Size::HALF, TOKENS = Size::TOKENS };
+
   int token, slot, rows[2];
 
   template <typename Out>
@@ -47,15 +55,16 @@ struct Tile {
   }
 };
 
-// Steps [step, end) of a tile's depth, on their way through shared memory: each in a stage, rows of 128 bytes of 128 slots,
+// Steps [step, end) of a tile's depth, on their way through shared memory: each in a stage, rows of 128 bytes of all slots,
 // then of the tokens. The first thread has the copy engine bring them, one into the stage of the one STAGES before it as
 // soon as all warps have read that.
-template <int TOKENS, int COUNT>
+template <typename Size, int COUNT>
 struct Steps {
+  enum : int { SLOTS = Size::SLOTS, HALF = Size::HALF, TOKENS = Size::TOKENS, THREADS = Size::THREADS };
   enum : int { STAGES = COUNT, STAGE_BYTES = (SLOTS + TOKENS) * ROW_BYTES };
 
   const Matrices& in;
-  const Tile<TOKENS>& tile;
+  const Tile<Size>& tile;
   unsigned char* memory;  // on 1024 bytes
   uint64 *filled, *read;  // (STAGES)
   int step, end;
@@ -63,7 +72,7 @@ struct Steps {
   uint32 round = 0;  // how often the ring has gone round, odd or even
 
   // Waits for the grid before; the weights of the first stages are on their way by then.
-  DEVICE Steps(const Matrices& matrices, const Tile<TOKENS>& of, unsigned char* stages, uint64* words, int first,
+  DEVICE Steps(const Matrices& matrices, const Tile<Size>& of, unsigned char* stages, uint64* words, int first,
                int last)
       : in(matrices), tile(of), memory(stages), filled(words), read(words + STAGES), step(first), end(last) {
     const int ahead = end - step < STAGES ? end - step : STAGES;
@@ -71,7 +80,7 @@ struct Steps {
       UNROLL
       for (int i = 0; i < STAGES; ++i) {
         begin_arrivals(filled + i, 1);
-        begin_arrivals(read + i, TILE_THREADS / WARP);
+        begin_arrivals(read + i, THREADS / WARP);
       }
       show_arrivals();
       NO_UNROLL
@@ -85,7 +94,7 @@ struct Steps {
   }
 
   DEVICE unsigned char* stage_at(int i) const { return memory + i * STAGE_BYTES; }
-  DEVICE const unsigned char* weights() const { return stage_at(stage) + warp_index() / 4 * HALF * ROW_BYTES; }
+  DEVICE const unsigned char* weights() const { return stage_at(stage) + warp_index() / 4 * GROUP_SLOTS * ROW_BYTES; }
   DEVICE const unsigned char* tokens() const { return stage_at(stage) + SLOTS * ROW_BYTES; }
 
   DEVICE void fetch_weights(int to, int number) const {
@@ -140,14 +149,15 @@ struct Steps {
 };
 
 // A tile's sums on their way out, through the memory of its steps: so that a thread has eight neighbours to store.
-template <int TOKENS>
+template <typename Size>
 struct Leaving {
+  enum : int { SLOTS = Size::SLOTS, HALF = Size::HALF, TOKENS = Size::TOKENS, THREADS = Size::THREADS };
   enum : int { GROUPS = TOKENS / 8 };
   enum : int {
     STRIDE = SLOTS + 4
   };  // floats from a token to the next: what a warp puts at a time is in different banks
 
-  const Tile<TOKENS>& tile;
+  const Tile<Size>& tile;
   float* kept;  // (TOKENS, STRIDE)
 
   // This thread's sums 4 group.. in the order of wgmma_16's d, which are of tokens 8 group...
@@ -164,7 +174,7 @@ struct Leaving {
   DEVICE void finish(const Out& out, int tokens, int first, int end) const {
     sync_block();
     NO_UNROLL
-    for (int item = first * HALF + thread_index(); item < end * HALF; item += TILE_THREADS) {
+    for (int item = first * HALF + thread_index(); item < end * HALF; item += THREADS) {
       const int row = item / (HALF / 8), column = item % (HALF / 8) * 8;
       if (tile.token + row >= tokens) return;
       const Pack<float, 8> left = load<8>(kept + row * STRIDE + column);
@@ -197,29 +207,29 @@ struct Leaving {
 };
 
 // Where a thread's sums are in the workspace, of number `index` of those that are left for a tile: by fours, four * 4 *
-// TILE_THREADS on, as they lie in its registers.
-template <int TOKENS>
+// THREADS on, as they lie in its registers.
+template <typename Size>
 DEVICE float* left_of_thread(float* workspace, int index) {
-  return workspace + (int64(index) * TOKENS * SLOTS + thread_index() * 4);
+  return workspace + (int64(index) * Size::TOKENS * Size::SLOTS + thread_index() * 4);
 }
 
-template <int TOKENS>
-DEVICE void leave_sums(float* workspace, int index, const float (&sums)[TOKENS / 2]) {
-  float* to = left_of_thread<TOKENS>(workspace, index);
+template <typename Size>
+DEVICE void leave_sums(float* workspace, int index, const float (&sums)[Size::TOKENS / 2]) {
+  float* to = left_of_thread<Size>(workspace, index);
   UNROLL
-  for (int i = 0; i < TOKENS / 2; i += 4) {
-    store(to + i * TILE_THREADS, Pack<float, 4>{{sums[i], sums[i + 1], sums[i + 2], sums[i + 3]}});
+  for (int i = 0; i < Size::TOKENS / 2; i += 4) {
+    store(to + i * Size::THREADS, Pack<float, 4>{{sums[i], sums[i + 1], sums[i + 2], sums[i + 3]}});
   }
 }
 
 // Of `count` parts, at most MOST, from number `index` on: their sums 4 four.., added up in that order.
-template <int TOKENS, int MOST>
+template <typename Size, int MOST>
 DEVICE Pack<float, 4> add_parts(float* workspace, int index, int count, int four) {
   Pack<float, 4> parts[MOST];
-  const float* from = left_of_thread<TOKENS>(workspace, index) + four * 4 * TILE_THREADS;
+  const float* from = left_of_thread<Size>(workspace, index) + four * 4 * Size::THREADS;
   UNROLL
   for (int i = 0; i < MOST; ++i) {
-    if (i < count) parts[i] = load<4>(from + int64(i) * TOKENS * SLOTS);
+    if (i < count) parts[i] = load<4>(from + int64(i) * Size::TOKENS * Size::SLOTS);
   }
   UNROLL
   for (int i = 1; i < MOST; ++i) {

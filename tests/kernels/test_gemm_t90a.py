@@ -28,7 +28,7 @@ from tests.kernels.layers import (
 
 STEM = "gemm_t90a"
 RNG = np.random.default_rng(12)
-SHARED_BYTES = {64: 99328, 128: 197632, 256: 197632}
+SHARED_BYTES = {64: 99328, 128: 197632, 192: 230400}  # of 64 tokens, or by slots
 
 
 def run(
@@ -48,21 +48,22 @@ def run(
     With 64 tokens, `splits` is S of linear.cu.
     """
     width = layer.rows // 2 if kind == "_act_mul" else layer.rows
-    tiles = -(-layer.tokens // most) * (-(-width // 64) if kind == "_act_mul" else -(-layer.rows // 128))
+    slots = 192 if kind == "_act_mul" and most > 64 else 128
+    tiles = -(-layer.tokens // most) * (-(-width // (slots // 2)) if kind == "_act_mul" else -(-layer.rows // slots))
     residual = with_poison(layer.residual)
     out = residual if in_place else blank(kind, layer.tokens + 3, width)
     left = 8 * splits if most == 64 else parts  # a tile's sums in the workspace
-    workspace = np.full((tiles - whole) * left * most * 128, np.nan, dtype=np.float32)
+    workspace = np.full((tiles - whole) * left * most * slots, np.nan, dtype=np.float32)
     counters = np.zeros(tiles, dtype=np.uint32)
     x = Boxes(with_poison(layer.x), layer.tokens, most)
-    operands = [x, Boxes(with_poison(layer.weight), layer.rows, 64), 0 if layer.bias is None else layer.bias]
+    operands = [x, Boxes(with_poison(layer.weight), layer.rows, slots // 2), 0 if layer.bias is None else layer.bias]
     between = [residual] if kind == "_add" else []
     behind = [ACTIVATIONS.index(activation)] if kind == "_act_mul" else []
     behind += [splits] if most == 64 else []
     args = [*operands, *between, out, layer.tokens, width, layer.depth, *behind, whole, parts, workspace, counters]
     stem = f"gemm{kind}_t90a"
     entry = f"{stem}_{layer.element.name}_n{most}"
-    device.run(stem, entry, (whole + (tiles - whole) * parts,), 256, args, SHARED_BYTES[most], tier="t90a")
+    device.run(stem, entry, (whole + (tiles - whole) * parts,), 2 * slots, args, SHARED_BYTES[64 if most == 64 else slots], tier="t90a")
     assert untouched(out[layer.tokens :])
     assert not counters.any()
     return out[: layer.tokens]
@@ -74,20 +75,24 @@ def test_integers_give_the_exact_product(device: Device, element: Element, token
     assert np.array_equal(run(device, layer, most=most), layer.expected(""))
 
 
-@pytest.mark.parametrize(("rows", "depth"), [(1, 8), (128, 64), (131, 40), (30, 456)])
-def test_rows_and_depth_need_no_multiple_of_a_tile(device: Device, element: Element, rows: int, depth: int) -> None:
+@pytest.mark.parametrize(("rows", "depth"), [(1, 8), (128, 64), (131, 40), (30, 520)])
+@pytest.mark.parametrize("most", [128, 256])
+def test_rows_and_depth_need_no_multiple_of_a_tile(
+    device: Device, element: Element, rows: int, depth: int, most: int
+) -> None:
     """Depths of less than the stages, and of more; odd rows, stored one by one."""
     layer = integers(element, RNG, 33, rows, depth)
-    assert np.array_equal(run(device, layer), layer.expected(""))
+    assert np.array_equal(run(device, layer, most=most), layer.expected(""))
 
 
 @pytest.mark.parametrize(("whole", "parts"), [(0, 3), (1, 2)])
 @pytest.mark.parametrize("kind", ["", "_add", "_f32"])
+@pytest.mark.parametrize("most", [128, 256])
 def test_every_kind_is_exact_on_integers_also_where_tiles_are_cut(
-    device: Device, element: Element, kind: str, whole: int, parts: int
+    device: Device, element: Element, kind: str, whole: int, parts: int, most: int
 ) -> None:
     layer = integers(element, RNG, 66, rows=140, depth=264, bias=whole == 0)
-    assert np.array_equal(run(device, layer, kind, whole=whole, parts=parts), layer.expected(kind))
+    assert np.array_equal(run(device, layer, kind, most=most, whole=whole, parts=parts), layer.expected(kind))
 
 
 def test_a_sum_may_be_written_over_the_residual(device: Device, element: Element) -> None:
@@ -96,9 +101,13 @@ def test_a_sum_may_be_written_over_the_residual(device: Device, element: Element
 
 
 @pytest.mark.parametrize(("activation", "width", "parts"), [("silu", 72, 1), ("gelu_tanh", 13, 2), ("gelu", 130, 1)])
-def test_gate_and_up_are_paired(device: Device, element: Element, activation: str, width: int, parts: int) -> None:
+@pytest.mark.parametrize("most", [128, 256])
+def test_gate_and_up_are_paired(
+    device: Device, element: Element, activation: str, width: int, parts: int, most: int
+) -> None:
     layer = eighths(integers(element, RNG, 66, 2 * width, depth=136, most=4))
-    assert gated_alike(run(device, layer, "_act_mul", parts=parts, activation=activation), layer, activation)
+    found = run(device, layer, "_act_mul", most=most, parts=parts, activation=activation)
+    assert gated_alike(found, layer, activation)
 
 
 @pytest.mark.parametrize("parts", [1, 3])

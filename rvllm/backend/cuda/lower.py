@@ -35,7 +35,7 @@ SHORT_PROMPTS = (
 )
 LINEAR_TOKENS = 64  # up to here weights are streamed past the tokens, beyond they meet in tiles
 WIDE_TOKENS = 32  # beyond, warpgroups multiply where there are any
-WIDE_SLOTS, WIDE_SHARED_BYTES = 128, {64: 99328, 128: 197632, 256: 197632}  # of a tile of gemm_t90a
+WIDE_SHARED_BYTES = {64: 99328, 128: 197632, 192: 230400}  # of a tile of gemm_t90a, with 64 tokens or by its slots
 WIDE_MULTIPROCESSORS = 144  # no GPU of tier t90a has more
 ALONE_SHARED_BYTES = 116 << 10  # more than half of what a multiprocessor of tier t90a has
 WIDTH_A_BLOCK = 2048  # elements of a row that one block of the element-wise kernels does
@@ -198,8 +198,9 @@ def _product(op: Linear, after: object, target: Target, begin: int, tokens: int,
 
     x, weight = address(op.x), target.address(joined_name(op.weights))
     if wide:
-        x = target.matrix_map(x, tokens, depth, _tile_tokens(tokens, target))
-        weight = target.matrix_map(weight, rows, depth, WIDE_SLOTS // 2)
+        most = _tile_tokens(tokens, target)
+        x = target.matrix_map(x, tokens, depth, most)
+        weight = target.matrix_map(weight, rows, depth, _wide_slots(after, most) // 2)
     inputs = [x, weight, bias]
     if isinstance(after, ActMul):
         name, out, tiles = "act_mul", after.out, 16 * _covering(rows // 2, 8)
@@ -215,7 +216,7 @@ def _product(op: Linear, after: object, target: Target, begin: int, tokens: int,
     entry = f"{stem}_{suffix(op.x.dtype)}"
     arguments = (*inputs, address(out), *values)
     if wide:
-        return _wide(stem, suffix(op.x.dtype), tokens, tiles, _wide_slots(rows, after), depth, arguments, target)
+        return _wide(stem, suffix(op.x.dtype), tokens, tiles, rows, depth, after, arguments, target)
     if few:
         return _streaming(stem, entry, tokens, tiles, depth, arguments, target)
     return _tiled(stem, entry, tokens, rows, arguments, target)
@@ -256,9 +257,10 @@ def _wide(
     stem: str,
     element: str,
     tokens: int,
-    rows: int,
     slots: int,
+    rows: int,
     depth: int,
+    after: object,
     arguments: tuple[int | float, ...],
     target: Target,
 ) -> Launch:
@@ -268,8 +270,8 @@ def _wide(
     """
     most = _tile_tokens(tokens, target)
     at_once = target.multiprocessors * (2 if most == 64 else 1)
-    tiles = _covering(tokens, most) * _covering(slots, WIDE_SLOTS)
-    splits = _depth_parts(rows, depth) if most == 64 else 1
+    tiles = _covering(tokens, most) * _wide_tiles(rows, after, most)
+    splits = _depth_parts(slots, depth) if most == 64 else 1
     whole = 0 if splits > 1 else tiles - tiles % at_once
     room = at_once // max(tiles - whole, 1)  # blocks for a tile
     if most == 64:
@@ -280,7 +282,9 @@ def _wide(
     grid = (whole + (tiles - whole) * parts,)
     where = (whole, parts, target.workspace, target.counters)
     entry = f"{stem}_t90a_{element}_n{most}"
-    return Launch(f"{stem}_t90a", entry, grid, 256, WIDE_SHARED_BYTES[most], (*arguments, *where))
+    width = _wide_slots(after, most)
+    shared = WIDE_SHARED_BYTES[64 if most == 64 else width]
+    return Launch(f"{stem}_t90a", entry, grid, 2 * width, shared, (*arguments, *where))
 
 
 def _tile_tokens(tokens: int, target: Target) -> int:
@@ -288,9 +292,15 @@ def _tile_tokens(tokens: int, target: Target) -> int:
     return 64 if target.batch_invariant else next((size for size in (64, 128) if tokens <= size), 256)
 
 
-def _wide_slots(rows: int, after: object) -> int:
-    """Slots of gemm_t90a.cu for a weight of so many rows: act_mul has 64 gate rows and their 64 up rows in a tile."""
-    return WIDE_SLOTS * _covering(rows // 2, WIDE_SLOTS // 2) if isinstance(after, ActMul) else rows
+def _wide_slots(after: object, most: int) -> int:
+    """Slots of a tile of gemm_t90a.cu. Gate and up have rows enough for tiles that read less and leave in one wave."""
+    return 192 if isinstance(after, ActMul) and most > 64 else 128
+
+
+def _wide_tiles(rows: int, after: object, most: int) -> int:
+    """Tiles that cover a weight's rows: act_mul has as many gate rows and their up rows in a tile."""
+    slots = _wide_slots(after, most)
+    return _covering(rows // 2, slots // 2) if isinstance(after, ActMul) else _covering(rows, slots)
 
 
 def _wide_tokens(op: Linear, after: object, target: Target) -> int:
@@ -299,8 +309,7 @@ def _wide_tokens(op: Linear, after: object, target: Target) -> int:
     splits = _depth_parts(16 * _covering(rows // 2, 8) if isinstance(after, ActMul) else rows, depth)
     if splits == 1:
         return _rows(op.out, target.bucket)
-    tiles = max(1, WIDE_MULTIPROCESSORS // (splits * _covering(_wide_slots(rows, after), WIDE_SLOTS)))
-    return LINEAR_TOKENS * tiles
+    return LINEAR_TOKENS * max(1, WIDE_MULTIPROCESSORS // (splits * _wide_tiles(rows, after, LINEAR_TOKENS)))
 
 
 @_plain.register
@@ -382,7 +391,7 @@ def workspace(program: Program, sequences: int, tier: str) -> tuple[int, int]:
                 split = _depth_parts(rows, depth)
                 partial = max(partial, 64 * LINEAR_TOKENS * split * (_covering(rows, 16) + 1))
                 if split > 1 and tier == "t90a":
-                    partial = max(partial, 262144 * split * _covering(rows, WIDE_SLOTS))
+                    partial = max(partial, 262144 * split * _covering(rows, 128))
                 counters = max(counters, 4 * _covering(rows, 16))
             elif isinstance(part, Attention):
                 head_dim = part.cache.sizes({f"blocks.{_group(part.block_tables)}": 1, "block": 1})[4]
