@@ -59,10 +59,27 @@ struct Sight {
   }
 };
 
+// N neighbouring floats, 2 or a multiple of 4, at a multiple of their bytes.
+template <int N>
+DEVICE Pack<float, N> load_floats(const float* from) {
+  if constexpr (N % 4 == 0) return load<N>(from);
+  const Words2 words = load_words2(from);
+  return {{float_of(words.word[0]), float_of(words.word[1])}};
+}
+template <int N>
+DEVICE void store_floats(float* to, const Pack<float, N>& values) {
+  if constexpr (N % 4 == 0) {
+    store(to, values);
+  } else {
+    store_words2(to, {{bits_of(values.at[0]), bits_of(values.at[1])}});
+  }
+}
+
 // The softmax of some keys: the largest score, the sum of exp2(score - largest), and that sum weighted by values.
+template <int N>
 struct Softmax {
   float largest, sum;
-  float out[2];  // of two dimensions
+  Pack<float, N> out;  // of neighbouring dimensions
 };
 
 // Rows of q into shared memory, (rows, WIDTH) and zero from head_dim on, by `threads` threads of which this is number
@@ -80,12 +97,14 @@ DEVICE void put_queries(const X* q, int64 stride, int rows, int head_dim, X* to,
 DEVICE float base_of(float largest) { return largest == minus_infinity() ? 0.0f : largest; }
 
 // The order of merging is part of the result's bits: everywhere from the lowest keys upwards.
-DEVICE Softmax merged(const Softmax& before, const Softmax& next) {
+template <int N>
+DEVICE Softmax<N> merged(const Softmax<N>& before, const Softmax<N>& next) {
   const float largest = larger(before.largest, next.largest), base = base_of(largest);
   const float old = power_of_two(before.largest - base), fresh = power_of_two(next.largest - base);
-  return {largest,
-          before.sum * old + next.sum * fresh,
-          {before.out[0] * old + next.out[0] * fresh, before.out[1] * old + next.out[1] * fresh}};
+  Softmax<N> all = {largest, before.sum * old + next.sum * fresh, {}};
+  UNROLL
+  for (int i = 0; i < N; ++i) all.out.at[i] = before.out.at[i] * old + next.out.at[i] * fresh;
+  return all;
 }
 
 // Two elements in one register, the first in the lower half.

@@ -12,8 +12,11 @@
 
 // ---- A split, by all warps: every fourth tile is a warp's. Both methods leave Partials of their warps.
 
+// PIECE: neighbouring dimensions of the result that a thread merges, of which head_dim is a multiple.
 template <int WIDTH, int N, typename X, typename C = X>
 struct FmaMethod {
+  enum : int { PIECE = N == WIDE ? 4 : 2 };
+
   const X* queries;
   int rows;
 
@@ -56,6 +59,8 @@ struct FmaMethod {
 #if TIER >= 80
 template <int WIDTH, typename X, typename C, typename Tiles>
 struct MmaMethod {
+  enum : int { PIECE = 4 };
+
   MmaRows<WIDTH, X, C> state;
   Tiles tiles;
 
@@ -104,32 +109,32 @@ struct Room {
 };
 
 // A split's result goes to the workspace or, if the block is alone, into its total, and after the last split out. A
-// thread keeps to its own pairs of `total`; the largest scores and the sums are doubled, since all threads of a row
+// thread keeps to its own pieces of `total`; the largest scores and the sums are doubled, since all threads of a row
 // read them.
-template <int WIDTH, typename X>
+template <int N, int WIDTH, typename X>
 DEVICE void end_split(const Room<WIDTH, X>& room, bool alone, int split, int splits, int rows,
                       const Workspace& workspace, X* out) {
+  using Own = Share<WIDTH, N>;
   const float* before = room.states + split % 2 * 2 * ROWS;
   float* after = room.states + (split + 1) % 2 * 2 * ROWS;
   NO_UNROLL
-  for (int i = 0; Share<WIDTH>::row(i) < rows; ++i) {
-    if (!Share<WIDTH>::has(i, rows, workspace.head_dim)) continue;
-    const int row = Share<WIDTH>::row(i), dimension = Share<WIDTH>::dimension(i);
-    Softmax all = merge_warps(room.partials, row, dimension);
+  for (int i = 0; Own::row(i) < rows; ++i) {
+    if (!Own::has(i, rows, workspace.head_dim)) continue;
+    const int row = Own::row(i), dimension = Own::dimension(i);
+    Softmax<N> all = merge_warps<N>(room.partials, row, dimension);
     if (!alone) {
       keep(workspace, row, split, dimension, all);
       continue;
     }
     float* own = room.total + row * WIDTH + dimension;
-    if (split > 0) all = merged({before[2 * row], before[2 * row + 1], {own[0], own[1]}}, all);
+    if (split > 0) all = merged(Softmax<N>{before[2 * row], before[2 * row + 1], load_floats<N>(own)}, all);
     if (split + 1 < splits) {
-      own[0] = all.out[0];
-      own[1] = all.out[1];
+      store_floats(own, all.out);
       if (dimension != 0) continue;
       after[2 * row] = all.largest;
       after[2 * row + 1] = all.sum;
     } else {
-      store_pair(out + row * workspace.head_dim + dimension, all.out[0] / all.sum, all.out[1] / all.sum);
+      store_elements(out + row * workspace.head_dim + dimension, all.out, all.sum);
     }
   }
 }
@@ -156,12 +161,12 @@ DEVICE void decode(const X* q, const C* cache, const int* block_tables, const De
   for (int split = item.first; split < item.end; ++split) {
     method.split(pages, splits, split, scale, room.partials);
     sync_block();
-    end_split(room, alone, split, splits.count, place.rows, workspace, out + row);
+    end_split<Method::PIECE>(room, alone, split, splits.count, place.rows, workspace, out + row);
     sync_block();
   }
   start_next_grid();  // not before: its blocks would crowd on the SMs that this one leaves free
   if (alone || !arrives_last(given.counters + place.counter, item.end - item.first, splits.count)) return;
-  merge_splits<WIDTH>(workspace, place.rows, splits.count, room.partials.out, out + row);
+  merge_splits<WIDTH, Method::PIECE>(workspace, place.rows, splits.count, room.partials.out, out + row);
 }
 
 template <typename Method, int WIDTH, typename X, typename C>
@@ -182,7 +187,7 @@ DEVICE void attention_decode(const X* q, const C* cache, const int* block_tables
 #if TIER >= 90
 template <int WIDTH, typename X, typename C>
 struct TilesOf {
-  using Type = RingTiles<WIDTH, X, C>;
+  using Type = EitherTiles<WIDTH, X, C>;
 };
 template <typename X, typename C>
 struct TilesOf<256, X, C> {  // a ring would have no room on every GPU

@@ -125,3 +125,27 @@ struct RingTiles {
     row = pages.row(at);
   }
 };
+
+// Straight into registers where a block has one split of the fewest keys, of which a warp has two tiles at most: a ring would
+// only be longer. Else by the ring.
+template <int WIDTH, typename X, typename C>
+struct EitherTiles {
+  using Rows = MmaRows<WIDTH, X, C>;
+
+  RingTiles<WIDTH, X, C> ring;
+  HeldTiles<WIDTH, X, C> held;
+  bool is_short;
+
+  DEVICE void begin(const Pages<C>& pages, const Splits& splits, int first, int last, int known) {
+    is_short = last - first == 1 && splits.chunk == SMALLEST_CHUNK;
+    if (is_short) return held.begin(pages, splits, first, last, known);
+    ring.begin(pages, splits, first, last, known);
+  }
+  DEVICE void go_on(const Pages<C>& pages, const Splits& splits) {
+    if (!is_short) ring.go_on(pages, splits);
+  }
+  DEVICE void split(Rows& rows, const Pages<C>& pages, const Splits& splits, int number, float scale) {
+    if (is_short) return held.split(rows, pages, splits, number, scale);
+    ring.split(rows, pages, splits, number, scale);
+  }
+};

@@ -35,27 +35,28 @@ struct Partials {
   float* out;            // (WARPS, ROWS, WIDTH), rows STRIDE apart
 
   DEVICE float* row(int at) const { return out + at * STRIDE; }
-  DEVICE Softmax of(int warp, int query, int dimension) const {
+  template <int N>
+  DEVICE Softmax<N> of(int warp, int query, int dimension) const {
     const int at = warp * ROWS + query;
-    return {largest[at], sum[at], {row(at)[dimension], row(at)[dimension + 1]}};
+    return {largest[at], sum[at], load_floats<N>(row(at) + dimension)};
   }
 };
 
-template <int WIDTH>
-DEVICE Softmax merge_warps(const Partials<WIDTH>& partials, int row, int dimension) {
-  Softmax found = partials.of(0, row, dimension);
+template <int N, int WIDTH>
+DEVICE Softmax<N> merge_warps(const Partials<WIDTH>& partials, int row, int dimension) {
+  Softmax<N> found = partials.template of<N>(0, row, dimension);
   UNROLL
-  for (int warp = 1; warp < WARPS; ++warp) found = merged(found, partials.of(warp, row, dimension));
+  for (int warp = 1; warp < WARPS; ++warp) found = merged(found, partials.template of<N>(warp, row, dimension));
   return found;
 }
 
-// A thread's share of the result: every 128th pair of dimensions, of which it has PAIRS at most.
-template <int WIDTH>
+// A thread's share of the result: every 128th piece of N neighbouring dimensions, of which it has PIECES at most.
+template <int WIDTH, int N>
 struct Share {
-  enum : int { PAIRS = ROWS * WIDTH / 2 / (WARPS * WARP) };
+  enum : int { PIECES = ROWS * WIDTH / N / (WARPS * WARP) };
 
-  static DEVICE int row(int i) { return (i * WARPS * WARP + thread_index()) / (WIDTH / 2); }
-  static DEVICE int dimension(int i) { return (i * WARPS * WARP + thread_index()) % (WIDTH / 2) * 2; }
+  static DEVICE int row(int i) { return (i * WARPS * WARP + thread_index()) / (WIDTH / N); }
+  static DEVICE int dimension(int i) { return (i * WARPS * WARP + thread_index()) % (WIDTH / N) * N; }
   static DEVICE bool has(int i, int rows, int head_dim) { return row(i) < rows && dimension(i) < head_dim; }
 };
 
@@ -76,9 +77,9 @@ DEVICE Workspace workspace_of(float* workspace, int64 sequence, int head, const 
   return {workspace + before * (shape.head_dim + 2), shape.head_dim};
 }
 
-DEVICE void keep(const Workspace& workspace, int row, int split, int dimension, const Softmax& found) {
-  float* out = workspace.out_of(row, split) + dimension;
-  store_words2(out, {{bits_of(found.out[0]), bits_of(found.out[1])}});
+template <int N>
+DEVICE void keep(const Workspace& workspace, int row, int split, int dimension, const Softmax<N>& found) {
+  store_floats(workspace.out_of(row, split) + dimension, found.out);
   if (dimension != 0) return;
   workspace.state_of(row, split)[0] = found.largest;
   workspace.state_of(row, split)[1] = found.sum;
@@ -120,46 +121,64 @@ DEVICE void merge_factors(const Workspace& workspace, int rows, int count, float
 }
 
 // A thread's share of AHEAD splits from `split` on; behind the last one, of the last again.
-template <int WIDTH, int PAIRS, int AHEAD>
-DEVICE void load_parts(const Workspace& workspace, int rows, int count, int split, Words2 (&parts)[PAIRS][AHEAD]) {
+template <int WIDTH, int N, int PIECES, int AHEAD>
+DEVICE void load_parts(const Workspace& workspace, int rows, int count, int split,
+                       Pack<float, N> (&parts)[PIECES][AHEAD]) {
+  using Own = Share<WIDTH, N>;
   UNROLL
-  for (int i = 0; i < PAIRS * AHEAD; ++i) {
-    const int pair = i / AHEAD, at = smaller_int(split + i % AHEAD, count - 1);
-    if (!Share<WIDTH>::has(pair, rows, workspace.head_dim)) continue;
-    parts[pair][i % AHEAD] = load_words2(workspace.out_of(Share<WIDTH>::row(pair), at) + Share<WIDTH>::dimension(pair));
+  for (int i = 0; i < PIECES; ++i) {
+    if (!Own::has(i, rows, workspace.head_dim)) continue;
+    const float* from = workspace.out_of(Own::row(i), 0) + Own::dimension(i);
+    UNROLL
+    for (int j = 0; j < AHEAD; ++j) {
+      parts[i][j] = load_floats<N>(from + smaller_int(split + j, count - 1) * workspace.head_dim);
+    }
   }
 }
 
+template <typename X>
+DEVICE void store_elements(X* to, const Pack<float, 2>& values, float sum) {
+  store_pair(to, values.at[0] / sum, values.at[1] / sum);
+}
+template <typename X>
+DEVICE void store_elements(X* to, const Pack<float, 4>& values, float sum) {
+  store_words2(to, {{rounded_pair<X>(values.at[0] / sum, values.at[1] / sum),
+                     rounded_pair<X>(values.at[2] / sum, values.at[3] / sum)}});
+}
+
 // All splits from the workspace, in order; `scratch` holds 3 ROWS MOST_SPLITS floats of shared memory.
-template <int WIDTH, typename X>
+template <int WIDTH, int N, typename X>
 DEVICE void merge_splits(const Workspace& workspace, int rows, int count, float* scratch, X* out) {
-  enum : int { PAIRS = Share<WIDTH>::PAIRS, AHEAD = PAIRS > 4 ? 4 : 8 };
+  using Own = Share<WIDTH, N>;
+  enum : int { PIECES = Own::PIECES, AHEAD = PIECES > 2 ? 4 : 8 };
   float *factors = scratch, *sums = scratch + 2 * ROWS * MOST_SPLITS;
-  Words2 parts[PAIRS][AHEAD];
-  load_parts<WIDTH>(workspace, rows, count, 0, parts);  // on their way while the factors are found
+  Pack<float, N> parts[PIECES][AHEAD];
+  load_parts<WIDTH, N>(workspace, rows, count, 0, parts);  // on their way while the factors are found
   merge_factors(workspace, rows, count, factors, sums);
   sync_block();
-  Softmax total[PAIRS];
+  Softmax<N> total[PIECES];
   UNROLL
-  for (int i = 0; i < PAIRS; ++i) total[i] = {};
+  for (int i = 0; i < PIECES; ++i) total[i] = {};
   NO_UNROLL
   for (int split = 0; split < count; split += AHEAD) {
-    if (split > 0) load_parts<WIDTH>(workspace, rows, count, split, parts);
+    if (split > 0) load_parts<WIDTH, N>(workspace, rows, count, split, parts);
     UNROLL
-    for (int i = 0; i < PAIRS * AHEAD; ++i) {
-      const int pair = i / AHEAD, at = split + i % AHEAD;
-      if (!Share<WIDTH>::has(pair, rows, workspace.head_dim) || at >= count) continue;
-      const int factor = Share<WIDTH>::row(pair) * MOST_SPLITS + at;
-      const float old = factors[2 * factor], fresh = factors[2 * factor + 1];
-      total[pair].sum = total[pair].sum * old + sums[factor] * fresh;
-      total[pair].out[0] = total[pair].out[0] * old + float_of(parts[pair][i % AHEAD].word[0]) * fresh;
-      total[pair].out[1] = total[pair].out[1] * old + float_of(parts[pair][i % AHEAD].word[1]) * fresh;
+    for (int i = 0; i < PIECES; ++i) {
+      if (!Own::has(i, rows, workspace.head_dim)) continue;
+      UNROLL
+      for (int j = 0; j < AHEAD; ++j) {
+        if (split + j >= count) break;
+        const int factor = Own::row(i) * MOST_SPLITS + split + j;
+        const float old = factors[2 * factor], fresh = factors[2 * factor + 1];
+        total[i].sum = total[i].sum * old + sums[factor] * fresh;
+        UNROLL
+        for (int k = 0; k < N; ++k) total[i].out.at[k] = total[i].out.at[k] * old + parts[i][j].at[k] * fresh;
+      }
     }
   }
   UNROLL
-  for (int i = 0; i < PAIRS; ++i) {
-    if (!Share<WIDTH>::has(i, rows, workspace.head_dim)) continue;
-    X* to = out + Share<WIDTH>::row(i) * workspace.head_dim + Share<WIDTH>::dimension(i);
-    store_pair(to, total[i].out[0] / total[i].sum, total[i].out[1] / total[i].sum);
+  for (int i = 0; i < PIECES; ++i) {
+    if (!Own::has(i, rows, workspace.head_dim)) continue;
+    store_elements(out + Own::row(i) * workspace.head_dim + Own::dimension(i), total[i].out, total[i].sum);
   }
 }
