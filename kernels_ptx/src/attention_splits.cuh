@@ -102,12 +102,20 @@ DEVICE bool arrives_last(uint32* counter, int done, int count) {
 // The factors that `merge` would give the splits so far and the next one, for all at once: the largest score so far is
 // exact in any order. factors: (ROWS, MOST_SPLITS, 2) in shared memory; sums: the splits' sums, (ROWS, MOST_SPLITS).
 DEVICE void merge_factors(const Workspace& workspace, int rows, int count, float* factors, float* sums) {
+  enum : int { EACH = ROWS / WARPS };
   const int split = lane_index();
-  NO_UNROLL
-  for (int row = warp_index(); row < rows; row += WARPS) {
-    const float* state = workspace.state_of(row, split);
-    const float own = split < count ? state[0] : minus_infinity();
-    if (split < count) sums[row * MOST_SPLITS + split] = state[1];
+  Words2 states[EACH];
+  UNROLL
+  for (int i = 0; i < EACH; ++i) {
+    const int row = warp_index() + i * WARPS;
+    if (row < rows && split < count) states[i] = load_words2(workspace.state_of(row, split));
+  }
+  UNROLL
+  for (int i = 0; i < EACH; ++i) {
+    const int row = warp_index() + i * WARPS, at = row * MOST_SPLITS + split;
+    if (row >= rows) return;
+    const float own = split < count ? float_of(states[i].word[0]) : minus_infinity();
+    if (split < count) sums[at] = float_of(states[i].word[1]);
     float largest = own;
     UNROLL
     for (int apart = 1; apart < WARP; apart *= 2) {
@@ -115,8 +123,8 @@ DEVICE void merge_factors(const Workspace& workspace, int rows, int count, float
       if (split >= apart) largest = larger(largest, lower);
     }
     const float before = shuffle(largest, split - 1), base = base_of(largest);
-    factors[(row * MOST_SPLITS + split) * 2] = power_of_two((split == 0 ? minus_infinity() : before) - base);
-    factors[(row * MOST_SPLITS + split) * 2 + 1] = power_of_two(own - base);
+    factors[2 * at] = power_of_two((split == 0 ? minus_infinity() : before) - base);
+    factors[2 * at + 1] = power_of_two(own - base);
   }
 }
 
