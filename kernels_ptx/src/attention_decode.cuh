@@ -197,7 +197,7 @@ template <int WIDTH, typename X, typename C = X>
 using WideMethod = MmaMethod<WIDTH, X, C, typename TilesOf<WIDTH, X, C>::Type>;
 #elif TIER >= 80
 template <int WIDTH, typename X, typename C = X>
-using WideMethod = MmaMethod<WIDTH, X, C, HeldTiles<WIDTH, X, C>>;
+using WideMethod = MmaMethod<WIDTH, X, C, HeldTiles<WIDTH, X, C> >;
 #else
 template <int WIDTH, typename X, typename C = X>
 using WideMethod = FmaMethod<WIDTH, WIDE, X, C>;

@@ -66,9 +66,7 @@ struct Tile {
   // Whether all of it counts, and is as wide as it may be: then a lane's places are one address and constants.
   DEVICE bool is_plain(int width) const { return lowest == 0 && highest == KEY_TILE - 1 && head_dim == width; }
   // Of a row that counts.
-  DEVICE const C* row(int number) const {
-    return rows + larger_int(lowest, smaller_int(number, highest)) * head_dim;
-  }
+  DEVICE const C* row(int number) const { return rows + larger_int(lowest, smaller_int(number, highest)) * head_dim; }
 };
 
 template <typename C>
@@ -280,9 +278,10 @@ struct MmaRows {
     UNROLL
     for (int i = 0; i < 4 * BLOCKS; ++i) {  // of a query, four dimensions
       const int block = i / 4, odd = i / 2 % 2, pair = i % 2 * 2;
-      const float(&found)[4][4] = out[block];
+      const float (&found)[4][4] = out[block];
       float* place = to.row(row + odd) + 64 * block + 8 * g() + 2 * pair;
-      store(place, Pack<float, 4>{{found[pair][odd], found[pair][2 + odd], found[pair + 1][odd], found[pair + 1][2 + odd]}});
+      store(place,
+            Pack<float, 4>{{found[pair][odd], found[pair][2 + odd], found[pair + 1][odd], found[pair + 1][2 + odd]}});
     }
   }
 };

@@ -107,10 +107,9 @@ DEVICE void copy_box(void* to, const void* map, int column, int row, uint64* wor
 
 // Bytes from global to shared memory by the copy engine, both on 16 bytes and a multiple of 16. They arrive at `word`.
 DEVICE void copy_bytes(void* to, const void* from, int bytes, uint64* word) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          shared_address(to)),
-      "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(shared_address(word))
-      : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
+               "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(shared_address(word))
+               : "memory");
 }
 #endif  // __CUDACC__

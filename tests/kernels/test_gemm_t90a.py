@@ -63,7 +63,15 @@ def run(
     args = [*operands, *between, out, layer.tokens, width, layer.depth, *behind, whole, parts, workspace, counters]
     stem = f"gemm{kind}_t90a"
     entry = f"{stem}_{layer.element.name}_n{most}"
-    device.run(stem, entry, (whole + (tiles - whole) * parts,), 2 * slots, args, SHARED_BYTES[64 if most == 64 else slots], tier="t90a")
+    device.run(
+        stem,
+        entry,
+        (whole + (tiles - whole) * parts,),
+        2 * slots,
+        args,
+        SHARED_BYTES[64 if most == 64 else slots],
+        tier="t90a",
+    )
     assert untouched(out[layer.tokens :])
     assert not counters.any()
     return out[: layer.tokens]
