@@ -173,11 +173,11 @@ def test_matrix_products_are_exact_on_integers(device: Device, stem: str, depth:
 
 def test_matrices_are_loaded_as_fragments_and_transposed(device: Device) -> None:
     matrices = RNG.integers(0, 1 << 16, (4, 8, 8), dtype=np.uint16)
-    out = np.zeros((12, 32), dtype=np.uint32)
+    out = np.zeros((16, 32), dtype=np.uint32)
     run(device, "probe_load_matrices", 1, 32, matrices, out, shared_bytes=512, stem="probe_matrices")
     straight = matrices.reshape(4, 32, 2).view(np.uint32).reshape(4, 32)  # lane 4 r + c: row r, columns 2 c and 2 c + 1
     turned = np.ascontiguousarray(matrices.transpose(0, 2, 1)).reshape(4, 32, 2).view(np.uint32).reshape(4, 32)
-    assert np.array_equal(out, np.concatenate([straight, turned, straight[:2], turned[:2]]))
+    assert np.array_equal(out, np.concatenate([straight, turned, straight[:2], turned[:2], turned]))
 
 
 @pytest.mark.parametrize("valid", [16, 4, 0])
@@ -187,6 +187,12 @@ def test_asynchronous_copies_arrive_and_pad_with_zeros(device: Device, valid: in
     kept = values.view(np.uint8).reshape(-1, 16).copy()
     kept[:, valid:] = 0
     assert np.array_equal(out.view(np.uint8).reshape(-1, 16), kept)
+
+
+def test_the_copy_engine_brings_bytes_stage_by_stage(device: Device) -> None:
+    values, out = RNG.integers(1, 1 << 32, (5, 128), dtype=np.uint32), np.zeros((5, 128), dtype=np.uint32)
+    run(device, "probe_copy_bytes", 1, 32, values, out, 5, 1, shared_bytes=1024, stem="probe_bulk")
+    assert np.array_equal(out, values)
 
 
 @pytest.mark.parametrize(("of_8", "of_4"), [(8, 4), (0, 0), (4, 4), (8, 0)])
@@ -236,6 +242,12 @@ def test_a_missing_wait_for_copies_reads_poison(host: Device) -> None:
     assert np.all(out == 0xFFFFFFFF)
     with pytest.raises(AssertionError, match="differs between"):  # where they happen at once, nothing is missed
         run(host, "probe_copies", 1, 32, values, out, 2, 16, 0, shared_bytes=1024, stem="probe_async")
+
+
+def test_a_missing_wait_for_the_copy_engine_is_an_error() -> None:
+    values, out = RNG.integers(1, 1 << 31, (2, 128), dtype=np.uint32), np.zeros((2, 128), dtype=np.uint32)
+    with pytest.raises(shim.LaunchFailed, match="ended before 2 boxes had come"):
+        shim.launch("probe_bulk", "probe_copy_bytes", (1,), 32, [values.ctypes.data, out.ctypes.data, 2, 0], 1024)
 
 
 @pytest.mark.parametrize("schedule", shim.SCHEDULES)
