@@ -160,6 +160,8 @@ class ServerConfig:
     return_tokens_as_token_ids   show single tokens as token_id:ID where a request does not say how
     enable_force_include_usage   tell the usage of streams where a request does not say whether
     default_chat_template_kwargs arguments of the chat template that a request does not bring
+    disable_fastapi_docs    no /openapi.json, /docs and /redoc
+    enable_offline_docs     they need no net anyway: this changes nothing
     stream_interval     tokens of one event of a stream, but for its first and its last
     log_format          of what is said on stderr: "text", or "json" objects
     disable_uvicorn_access_log         no line for every reply (vLLM: there is one)
@@ -204,6 +206,8 @@ class ServerConfig:
     return_tokens_as_token_ids: bool = False
     enable_force_include_usage: bool = False
     default_chat_template_kwargs: dict[str, Any] | None = None
+    disable_fastapi_docs: bool = False
+    enable_offline_docs: bool = False
     stream_interval: int = 1
     log_format: str = "text"
     disable_uvicorn_access_log: bool = True

@@ -11,7 +11,7 @@ from rvllm.errors import BadRequest, PromptTooLong
 SHRINKAGE = 4
 """How much shorter than a text its normal form may be: three characters may become one."""
 
-_TEMPLATE_ARGUMENTS = (
+TEMPLATE_ARGUMENTS = (
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "self",
 )  # fmt: skip
 
@@ -59,7 +59,7 @@ def encoded(served: Served, text: str, special: bool) -> list[int]:
 def chat_ids(served: Served, body: ChatBody | TokenizeBody, tools: Any = None) -> list[int]:
     """A conversation's ids through the chat template. Raises BadRequest."""
     more = dict(body.chat_template_kwargs or {})
-    if clash := sorted(set(more).intersection(_TEMPLATE_ARGUMENTS)):
+    if clash := sorted(set(more).intersection(TEMPLATE_ARGUMENTS)):
         raise BadRequest(f"chat_template_kwargs must not set {clash[0]}", param="chat_template_kwargs")
     if isinstance(body, ChatBody):
         more = dict(served.template_kwargs) | more | {"documents": body.documents}

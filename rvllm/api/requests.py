@@ -78,7 +78,7 @@ class SamplingBody(ModelBody, kw_only=True):
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    # Accepted where they ask for nothing that we do not do; see _REFUSED.
+    # Accepted where they ask for nothing that we do not do; see REFUSED.
     best_of: int | None = None
     store: bool | None = None
     service_tier: str | None = None
@@ -105,7 +105,7 @@ class SamplingBody(ModelBody, kw_only=True):
 
     def check(self) -> None:
         """Raise BadRequest for what we do not do."""
-        for name, (harmless, why) in _REFUSED.items():
+        for name, (harmless, why) in REFUSED.items():
             value = getattr(self, name, None)
             if value is not None and value not in harmless:
                 raise BadRequest(f"{name} is not supported here: {why}", param=name)
@@ -149,7 +149,7 @@ class ChatBody(SamplingBody, kw_only=True):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
-    # See _REFUSED.
+    # See REFUSED.
     chat_template: str | None = None
     functions: Any = None
     function_call: Any = None
@@ -183,7 +183,7 @@ _SAMPLING_NAMES = (
 )  # fmt: skip
 
 _NO_FUNCTIONS = "it gave way to tools"
-_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "store": ((False,), "nothing is kept"),
     "service_tier": (("auto", "default"), "there is one tier"),
     "spaces_between_special_tokens": ((True,), "they are kept as the tokenizer writes them"),

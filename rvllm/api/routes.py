@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from rvllm.api.details import Details, IdTexts
+from rvllm.api.docs import Documents
 from rvllm.api.front import Front, Generation, Prompt, Served
-from rvllm.api.http import DONE, REQUEST_ID, Exchange, Routes, event, while_connected
+from rvllm.api.http import DONE, REQUEST_ID, Exchange, Handler, Route, Routes, event, while_connected
 from rvllm.api.messages import CountBody, MessageReply, MessagesBody
 from rvllm.api.messages import error_shape as anthropic_error
 from rvllm.api.prompts import chat_ids, completion_prompts, cut, tokenize_ids
 from rvllm.api.replies import ChatReply, CompletionReply, Reply
+from rvllm.api.reply_types import (
+    ChatCompletion,
+    Load,
+    Message,
+    Model,
+    Models,
+    Response,
+    Text,
+    TextCompletion,
+    TokenCount,
+    Tokens,
+    Version,
+)
 from rvllm.api.requests import (
+    Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -51,26 +66,68 @@ PROMPT_END = 64
 Result = TypeVar("Result")
 
 
+FIGURES = ("text/plain", "application/openmetrics-text")
+READY = (503,)
+BODY = (400, 404, 408, 413, 415, 503)
+TEXT = (*BODY, 429, 504)
+"""Statuses of errors of routes that need the model, read a body, write a text."""
+
+
 def routes(front: Front) -> Routes:
     """Every path of a front, and what it takes."""
     api = Api(front)
-    return {
-        "/health": {"GET": api.health},
-        "/ping": {"GET": api.health, "POST": api.health},
-        "/version": {"GET": api.version},
-        "/metrics": {"GET": api.metrics},
-        "/load": {"GET": api.load},
-        "/v1/models": {"GET": api.models},
-        "/v1/models/": {"GET": api.one_model},
-        "/v1/completions": {"POST": api.completions},
-        "/v1/chat/completions": {"POST": api.chat},
-        "/v1/responses": {"POST": api.responses},
-        "/v1/messages": {"POST": api.messages},
-        "/v1/messages/count_tokens": {"POST": api.count_tokens},
-        "/v1/embeddings": {"POST": api.embeddings},
-        "/tokenize": {"POST": api.tokenize},
-        "/detokenize": {"POST": api.detokenize},
+    health = Route(api.health, "Whether requests are answered", errors=READY)
+
+    def reads(
+        kind: type[Body], answer: Callable[[Exchange, Body], Awaitable[None]], summary: str, reply: Any, **more: Any
+    ) -> Route:
+        """A route whose body is of that kind."""
+        return Route(_reading(front, kind, answer), summary, kind, reply, **{"errors": BODY, **more})
+
+    streams: dict[str, Any] = {"streams": True, "errors": TEXT}
+    anthropic: dict[str, Any] = {"shape": anthropic_error}
+    table: dict[str, dict[str, Route]] = {
+        "/health": {"GET": health},
+        "/ping": {"GET": health, "POST": health},
+        "/version": {"GET": Route(api.version, "The server's version", reply=Version)},
+        "/metrics": {"GET": Route(api.metrics, "Figures for Prometheus", reply=FIGURES, errors=READY)},
+        "/load": {"GET": Route(api.load, "Requests for text that are being answered", reply=Load)},
+        "/v1/models": {"GET": Route(api.models, "The names of the model", reply=Models, errors=READY)},
+        "/v1/models/": {"GET": Route(api.one_model, "One of them", reply=Model, errors=(404, *READY))},
+        "/v1/completions": {
+            "POST": reads(CompletionBody, api.completions, "Continue a text", TextCompletion, **streams)
+        },
+        "/v1/chat/completions": {"POST": reads(ChatBody, api.chat, "Answer a chat", ChatCompletion, **streams)},
+        "/v1/responses": {
+            "POST": reads(ResponsesBody, api.responses, "Answer, as OpenAI's Responses API", Response, **streams)
+        },
+        "/v1/messages": {
+            "POST": reads(MessagesBody, api.messages, "Answer, as Anthropic's API", Message, **streams, **anthropic)
+        },
+        "/v1/messages/count_tokens": {
+            "POST": reads(CountBody, api.count_tokens, "Count the tokens of a chat", TokenCount, **anthropic)
+        },
+        "/v1/embeddings": {"POST": Route(api.embeddings, "Refused: models write text", reply=NoReturn, errors=BODY)},
+        "/tokenize": {"POST": reads(TokenizeBody, api.tokenize, "The tokens of a text or a chat", Tokens)},
+        "/detokenize": {"POST": reads(DetokenizeBody, api.detokenize, "The text of tokens", Text)},
     }
+    if not front.habits.disable_fastapi_docs:
+        documents = Documents(front, table, OPEN_ROUTES)
+        table["/openapi.json"] = {"GET": Route(documents.schema, "This document", reply=("application/json",))}
+        page = Route(documents.page, "The same to read", reply=("text/html",))
+        table["/docs"] = table["/redoc"] = {"GET": page}
+    return table
+
+
+def _reading(front: Front, kind: type[Body], answer: Callable[[Exchange, Body], Awaitable[None]]) -> Handler:
+    """Reads the body that it answers."""
+
+    async def handler(exchange: Exchange) -> None:
+        data = await exchange.body()
+        front.ready()
+        await answer(exchange, parse(data, kind))
+
+    return handler
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +189,8 @@ class Api:
             "max_model_len": self._front.ready().facts.limits.max_model_len,
         }
 
-    async def completions(self, exchange: Exchange) -> None:
-        data = await exchange.body()
+    async def completions(self, exchange: Exchange, body: CompletionBody) -> None:
         served = self._front.ready()
-        body = parse(data, CompletionBody)
         name = self._front.name(body.model)
         body.check()
         asked = (body.logprobs if body.echo else None, body.prompt_logprobs)
@@ -144,7 +199,7 @@ class Api:
             dict(served.defaults) | {"max_tokens": COMPLETION_TOKENS}, logprobs=body.logprobs, prompt_logprobs=scored
         )
         terms = body.terms()
-        prompts = await _aside(data, lambda: completion_prompts(served, body))
+        prompts = await _aside(exchange, lambda: completion_prompts(served, body))
         params = self._formed(params)
         await self._front.learn_forms(params)
         generation = self._front.generation(
@@ -158,10 +213,8 @@ class Api:
         with generation.admitted(exchange.key, exchange.told):
             await while_connected(exchange, _answer(exchange, reply, bool(body.stream)))
 
-    async def chat(self, exchange: Exchange) -> None:
-        data = await exchange.body()
-        body = parse(data, ChatBody)
-        chat = await self._begin_chat(exchange, data, body)
+    async def chat(self, exchange: Exchange, body: ChatBody) -> None:
+        chat = await self._begin_chat(exchange, body)
         details = Details(chat.served.texts, bool(body.return_token_ids), body.prompt_logprobs, of_prompt=False)
         reply = ChatReply(
             chat.generation,
@@ -178,33 +231,25 @@ class Api:
         with chat.generation.admitted(exchange.key, exchange.told):
             await while_connected(exchange, _answer(exchange, reply, bool(body.stream)))
 
-    async def responses(self, exchange: Exchange) -> None:
-        data = await exchange.body()
-        body = parse(data, ResponsesBody)
-        chat = await self._begin_chat(exchange, data, body.chat())
+    async def responses(self, exchange: Exchange, body: ResponsesBody) -> None:
+        chat = await self._begin_chat(exchange, body.chat())
         reply = ResponseReply(chat.generation, chat.name, chat.reader(), body=body)
         exchange.shape = reply.error_shape
         with chat.generation.admitted(exchange.key, exchange.told):
             await while_connected(exchange, _answer_turn(exchange, reply, bool(body.stream)))
 
-    async def messages(self, exchange: Exchange) -> None:
-        exchange.shape = anthropic_error
-        data = await exchange.body()
-        body = parse(data, MessagesBody)
-        chat = await self._begin_chat(exchange, data, body.chat())
+    async def messages(self, exchange: Exchange, body: MessagesBody) -> None:
+        chat = await self._begin_chat(exchange, body.chat())
         reply = MessageReply(chat.generation, chat.name, chat.reader())
         with chat.generation.admitted(exchange.key, exchange.told):
             await while_connected(exchange, _answer_turn(exchange, reply, bool(body.stream)))
 
-    async def count_tokens(self, exchange: Exchange) -> None:
-        exchange.shape = anthropic_error
-        data = await exchange.body()
+    async def count_tokens(self, exchange: Exchange, body: CountBody) -> None:
         served = self._front.ready()
-        body = parse(data, CountBody)
         self._front.name(body.model)
         chat = body.chat()
         tools_of(chat.tools, chat.tool_choice, chat.parallel_tool_calls, served.families)
-        ids = await _aside(data, lambda: chat_ids(served, chat, chat.tools))
+        ids = await _aside(exchange, lambda: chat_ids(served, chat, chat.tools))
         await exchange.reply_json({"input_tokens": len(ids)})
 
     async def embeddings(self, exchange: Exchange) -> None:
@@ -212,7 +257,7 @@ class Api:
         self._front.ready()
         raise BadRequest("this model writes text: it makes no embeddings", param="model")
 
-    async def _begin_chat(self, exchange: Exchange, data: bytes, body: ChatBody) -> _Chat:
+    async def _begin_chat(self, exchange: Exchange, body: ChatBody) -> _Chat:
         """A chat whose completions are checked, and not begun. Raises BadRequest, HttpError."""
         served = self._front.ready()
         name = self._front.name(body.model)
@@ -232,7 +277,7 @@ class Api:
         shown = (
             None if tools.choice == "none" and self._front.habits.exclude_tools_when_tool_choice_none else body.tools
         )
-        prompt = Prompt(None, tuple(await _aside(data, lambda: chat_ids(served, body, shown))))
+        prompt = Prompt(None, tuple(await _aside(exchange, lambda: chat_ids(served, body, shown))))
         prompt_end = served.texts.decode(prompt.ids[-PROMPT_END:], skip_special_tokens=False)
         shows_special = body.skip_special_tokens is None
         params = self._formed(_for_tools(served, params, tools, prompt_end, shows_special=shows_special))
@@ -266,28 +311,24 @@ class Api:
             return StreamOptions(True, given.continuous_usage_stats)
         return given
 
-    async def tokenize(self, exchange: Exchange) -> None:
-        data = await exchange.body()
+    async def tokenize(self, exchange: Exchange, body: TokenizeBody) -> None:
         served = self._front.ready()
-        body = parse(data, TokenizeBody)
         self._front.name(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise BadRequest("give either prompt or messages", param="prompt")
-        ids = await _aside(data, lambda: tokenize_ids(served, body))
+        ids = await _aside(exchange, lambda: tokenize_ids(served, body))
         strings = [served.tokenizer.token_of(token) for token in ids] if body.return_token_strs else None
         length = served.facts.limits.max_model_len
         await exchange.reply_json({"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": strings})
 
-    async def detokenize(self, exchange: Exchange) -> None:
-        data = await exchange.body()
+    async def detokenize(self, exchange: Exchange, body: DetokenizeBody) -> None:
         served = self._front.ready()
-        body = parse(data, DetokenizeBody)
         self._front.name(body.model)
         limit = served.facts.limits.vocab_limit
         for token in body.tokens:
             if not 0 <= token < limit:
                 raise BadRequest(f"tokens has id {token}, ids are 0 to {limit - 1:,}", param="tokens")
-        text = await _aside(data, lambda: served.tokenizer.decode(body.tokens, skip_special_tokens=False))
+        text = await _aside(exchange, lambda: served.tokenizer.decode(body.tokens, skip_special_tokens=False))
         await exchange.reply_json({"prompt": text})
 
 
@@ -331,19 +372,17 @@ async def _begin_turn(exchange: Exchange, reply: TurnReply) -> None:
     await exchange.events(b"".join(map(typed_event, reply.opening())))
 
 
-async def _aside(data: bytes, work: Callable[[], Result]) -> Result:
+async def _aside(exchange: Exchange, work: Callable[[], Result]) -> Result:
     """Do what may take long, for a large body, in another thread."""
-    return work() if len(data) <= INLINE_BYTES else await asyncio.to_thread(work)
+    return work() if exchange.length <= INLINE_BYTES else await asyncio.to_thread(work)
 
 
 def _name(exchange: Exchange, body: SamplingBody) -> str:
     """The request's: the header's, else the body's, else a new one."""
     given = body.request_id
-    if given is None or exchange.headers.get("x-request-id"):
-        return exchange.request_id
-    if not REQUEST_ID.fullmatch(given):
+    if given is not None and not REQUEST_ID.fullmatch(given):
         raise BadRequest("request_id must be 1 to 128 visible ASCII characters", param="request_id")
-    return given
+    return exchange.request_id if given is None or exchange.headers.get("x-request-id") else given
 
 
 def _top_logprobs(served: Served, body: ChatBody) -> int | None:

@@ -143,6 +143,12 @@ habits = chain(
 )
 """Of requests that say nothing of it."""
 
+documents = chain(
+    server_option("--disable-fastapi-docs/--enable-fastapi-docs", help="No /docs and no /openapi.json."),
+    server_option("--enable-offline-docs/--disable-offline-docs", help="Changes nothing: /docs needs no net."),
+)
+"""What the server tells of itself."""
+
 _LIST: dict[str, Any] = {"metavar": "LIST", "callback": words}
 
 pages = chain(
@@ -253,6 +259,7 @@ def structured_outputs_config(
 @tls
 @limits
 @habits
+@documents
 @pages
 @logs
 @setting("seed", type=int, help="Of requests that bring none.  [default: from the system]")
@@ -261,9 +268,9 @@ def structured_outputs_config(
 def serve(model_argument: str | None, quiet: bool, verbose: bool, **options: Any) -> None:
     """Serve MODEL to OpenAI's clients, until SIGTERM or Ctrl-C; a second one ends at once.
 
-    Answers GET /health, /ping, /version, /v1/models, /metrics, /load and POST /v1/completions, /v1/chat/completions,
-    /v1/responses, /v1/messages, /tokenize, /detokenize. The port is open at once, and /health is 503 until the model
-    is loaded.
+    Answers GET /health, /ping, /version, /v1/models, /metrics, /load, /docs, /openapi.json and POST /v1/completions,
+    /v1/chat/completions, /v1/responses, /v1/messages, /tokenize, /detokenize. The port is open at once, and /health is
+    503 until the model is loaded.
     """
     from rvllm.config import EngineConfig
 

@@ -12,7 +12,7 @@ import pytest
 
 from rvllm.api.cors import Cors
 from rvllm.api.errors import HttpError
-from rvllm.api.http import App, Exchange, Routes, Rules, while_connected
+from rvllm.api.http import App, Exchange, Route, Routes, Rules, while_connected
 from rvllm.api.log import Log
 from rvllm.api.requests import ChatBody, CompletionBody, SamplingBody, parse
 from rvllm.errors import BadRequest, EngineDied, PromptTooLong
@@ -64,10 +64,10 @@ def failing(error: Exception, begun: bool = False) -> Routes:
             await exchange.events(b"data: 1\n\n")
         raise error
 
-    return {"/a": {"POST": handler}}
+    return {"/a": {"POST": Route(handler)}}
 
 
-ECHO: Routes = {"/a": {"POST": echo}, "/b/": {"GET": echo}}
+ECHO: Routes = {"/a": {"POST": Route(echo)}, "/b/": {"GET": Route(echo)}}
 
 
 def test_a_body_comes_in_parts() -> None:
@@ -162,7 +162,7 @@ def test_work_is_cancelled_when_its_client_goes_away() -> None:
         await exchange.body()
         await while_connected(exchange, work())
 
-    assert ask({"/a": {"POST": handler}}) == (0, {}, b"") and ended == ["cancelled"]
+    assert ask({"/a": {"POST": Route(handler)}}) == (0, {}, b"") and ended == ["cancelled"]
 
 
 def test_an_error_of_the_work_is_the_answer_while_the_client_is_there() -> None:
