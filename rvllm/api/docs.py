@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
-from rvllm.api.fields import Json
+from rvllm.api.fields import Json, fields
 from rvllm.api.front import Front
 from rvllm.api.http import Exchange, Routes
 from rvllm.api.openapi import JSON, document
@@ -35,15 +35,17 @@ _HOST = re.compile(r"[\w.\[\]:-]+", re.ASCII)
 
 
 class Documents:
-    """Handlers of a front's documents; `table` are all its routes."""
+    """Handlers of a front's documents; `table` are all its routes, also those that it is still to have."""
 
     def __init__(self, front: Front, table: Routes, open_routes: Sequence[str]) -> None:
         self._front, self._table, self._open = front, table, open_routes
 
     def _document(self, exchange: Exchange) -> Json:
-        served = self._front.served
-        facts = None if served is None else served.facts
-        return document(self._table, self._open, self._front.names, facts, exchange.scope.get("root_path", ""))
+        front = self._front
+        facts = None if front.served is None else front.served.facts
+        told = fields(front.names, facts, trusted=front.habits.trust_request_chat_template)
+        open_routes = self._open if front.habits.api_key else tuple(self._table)
+        return document(self._table, open_routes, told, front.names, exchange.scope.get("root_path", ""))
 
     async def schema(self, exchange: Exchange) -> None:
         await exchange.reply_json(self._document(exchange))
@@ -51,15 +53,15 @@ class Documents:
     async def page(self, exchange: Exchange) -> None:
         host = exchange.headers.get("host", "")
         where = f"{exchange.scope.get('scheme', 'http')}://{host if _HOST.fullmatch(host) else 'localhost:8000'}"
-        html = page(self._document(exchange), where, keys=bool(self._front.habits.api_key))
+        html = page(self._document(exchange), where)
         await exchange.reply(html.encode(), headers=HEADERS)
 
 
-def page(told: Json, where: str, *, keys: bool) -> str:
-    """The document as HTML. where: scheme and host that examples speak to; keys: whether they need one."""
+def page(told: Json, where: str) -> str:
+    """The document as HTML. where: scheme and host that examples speak to."""
     root = told["servers"][0]["url"].rstrip("/")
     parts = [
-        _section(method, path, operation, told["components"]["schemas"], f"{where}{root}", keys=keys)
+        _section(method, path, operation, told["components"]["schemas"], f"{where}{root}")
         for path, methods in told["paths"].items()
         for method, operation in methods.items()
     ]
@@ -71,7 +73,7 @@ def page(told: Json, where: str, *, keys: bool) -> str:
     )
 
 
-def _section(method: str, path: str, operation: Json, schemas: Json, where: str, *, keys: bool) -> str:
+def _section(method: str, path: str, operation: Json, schemas: Json, where: str) -> str:
     body = operation.get("requestBody", {}).get("content", {}).get(JSON)
     rows = "" if body is None else "".join(_rows(schemas[body["schema"]["$ref"].rpartition("/")[2]]))
     statuses = "".join(
@@ -80,7 +82,7 @@ def _section(method: str, path: str, operation: Json, schemas: Json, where: str,
         for status, answer in operation["responses"].items()
     )
     given = None if body is None else body["example"]
-    example = _example(method, path, given, where, key=keys and bool(operation["security"]))
+    example = _example(method, path, given, where, key=bool(operation["security"]))
     return (
         f"<details><summary><code>{method.upper()} {escape(path)}</code> {escape(operation['summary'])}</summary>"
         f"<pre>{escape(example)}</pre>"

@@ -160,8 +160,11 @@ TOOL = an_object(
 )
 
 
-def fields(names: Sequence[str], facts: Facts | None) -> Mapping[str, Field]:
-    """By a field's name, or by BODY.FIELD where a body has it another way. facts: None while they are not known."""
+def fields(names: Sequence[str], facts: Facts | None, *, trusted: bool = False) -> Mapping[str, Field]:
+    """By a field's name, or by BODY.FIELD where a body has it another way.
+
+    facts: None while they are not known. trusted: chat templates of requests are.
+    """
     vocabulary: Json = {} if facts is None else {"maximum": facts.limits.vocab_limit - 1}
     context: Json = {} if facts is None else {"maximum": facts.limits.max_model_len - 1}
     scores: Json = {"type": "integer", "minimum": 0} | ({} if facts is None else {"maximum": facts.max_logprobs})
@@ -287,6 +290,8 @@ def fields(names: Sequence[str], facts: Facts | None) -> Mapping[str, Field]:
         }
     told |= dict.fromkeys(("user", "metadata", "safety_identifier", "prompt_cache_key"), (NO_CHANGE, None))
     told |= {name: _refused(*given) for name, given in REFUSED.items() if name not in told}
+    if trusted:
+        told["chat_template"] = ("A Jinja template in place of the model's.", None)
     told |= {f"ResponsesBody.{name}": _refused(*given) for name, given in REFUSED_RESPONSES.items()}
     return told
 

@@ -7,10 +7,9 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from rvllm.api.fields import EXAMPLES, NULL, ONE_OF, REQUIRED, Json, fields
+from rvllm.api.fields import EXAMPLES, NULL, ONE_OF, REQUIRED, Field, Json
 from rvllm.api.http import Route, Routes, openai_error
 from rvllm.api.reply_types import AnthropicError, Error
-from rvllm.link.messages import Facts
 from rvllm.version import VERSION
 
 JSON = "application/json"
@@ -48,19 +47,22 @@ EVENT: Json = {
 
 
 def document(
-    routes: Routes, open_routes: Sequence[str], names: Sequence[str], facts: Facts | None, root: str = ""
+    routes: Routes, open_routes: Sequence[str], told: Mapping[str, Field], names: Sequence[str], root: str = ""
 ) -> Json:
-    """OpenAPI 3.1. names: the model's. facts: None while they are not known. root: what the server is mounted at."""
+    """OpenAPI 3.1. open_routes: those that need no key. told: what fields mean, see `fields`. names: the model's.
+
+    root: what the server is mounted at.
+    """
     every = [route for methods in routes.values() for route in methods.values()]
     bodies = [route.body for route in every if route.body is not None]
     replies = [route.reply for route in every if isinstance(route.reply, type)]
     types = list(dict.fromkeys([*bodies, *replies, Error, AnthropicError]))
     _, components = msgspec.json.schema_components(types, ref_template=REFERENCE)
     for body in dict.fromkeys(bodies):
-        _describe(components[body.__name__], body.__name__, fields(names, facts))
+        _describe(components[body.__name__], body.__name__, told)
     paths = {}
     for path, methods in routes.items():
-        shown = f"{path}{{model}}" if path.endswith("/") else path
+        shown = f"{path}{{model}}" if path.endswith("/") and path != "/" else path
         paths[shown] = {
             method.lower(): _operation(method, shown, route, path in open_routes, names)
             for method, route in methods.items()
@@ -85,7 +87,7 @@ def document(
     }
 
 
-def _describe(schema: Json, body: str, told: Mapping[str, tuple[str, Json | None]]) -> None:
+def _describe(schema: Json, body: str, told: Mapping[str, Field]) -> None:
     """Put what fields mean and what they may hold into a body's schema."""
     required = dict.fromkeys((*schema.get("required", ()), *REQUIRED.get(body, ())))
     for name, found in schema["properties"].items():

@@ -73,6 +73,24 @@ class Text(Shape):
     prompt: str
 
 
+class AddedToken(Shape):
+    content: str
+    special: bool
+
+
+class TokenizerInfo(Shape):
+    tokenizer_class: str
+    model_max_length: int
+    vocab_size: int
+    add_bos_token: bool
+    added_tokens_decoder: dict[str, AddedToken]
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+
+
 class TokenCount(Shape):
     input_tokens: int
 
@@ -89,6 +107,16 @@ class Usage(Shape):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+
+
+class Times(Shape):
+    """How long a request took, with --enable-per-request-metrics."""
+
+    time_to_first_token_ms: float | None
+    generation_time_ms: float | None
+    queue_time_ms: float | None
+    mean_itl_ms: float | None
+    tokens_per_second: float | None
 
 
 class PromptLogprob(Shape):
@@ -128,7 +156,8 @@ class TextCompletion(Shape):
     model: str
     choices: list[TextChoice]
     usage: Usage
-    system_fingerprint: str | UnsetType | None = UNSET
+    system_fingerprint: str | None
+    metrics: Times | UnsetType = UNSET
 
 
 class CalledFunction(Shape):
@@ -184,7 +213,8 @@ class ChatCompletion(Shape):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    system_fingerprint: str | UnsetType | None = UNSET
+    system_fingerprint: str | None
+    metrics: Times | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 

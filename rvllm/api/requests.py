@@ -103,11 +103,11 @@ class SamplingBody(ModelBody, kw_only=True):
         terms.check()
         return terms
 
-    def check(self) -> None:
-        """Raise BadRequest for what we do not do."""
+    def check(self, *, trusted: bool = False) -> None:
+        """Raise BadRequest for what we do not do. trusted: it may bring a chat template."""
         for name, (harmless, why) in REFUSED.items():
             value = getattr(self, name, None)
-            if value is not None and value not in harmless:
+            if value is not None and value not in harmless and not (trusted and name == "chat_template"):
                 raise BadRequest(f"{name} is not supported here: {why}", param=name)
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise BadRequest(
@@ -168,6 +168,15 @@ class TokenizeBody(ModelBody, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Any = None
+    chat_template: str | None = None
+
+    def check(self, *, trusted: bool = False) -> None:
+        """Raise BadRequest for what we do not do. trusted: it may bring a chat template."""
+        if self.chat_template is not None and not trusted:
+            raise BadRequest(f"chat_template is not supported here: {_NO_TEMPLATE}", param="chat_template")
+        if (self.prompt is None) == (self.messages is None):
+            raise BadRequest("give either prompt or messages", param="prompt")
 
 
 class DetokenizeBody(ModelBody, kw_only=True):
@@ -182,6 +191,7 @@ _SAMPLING_NAMES = (
     "include_stop_str_in_output", "skip_special_tokens",
 )  # fmt: skip
 
+_NO_TEMPLATE = "the template is the server's, where it is not started with --trust-request-chat-template"
 _NO_FUNCTIONS = "it gave way to tools"
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "store": ((False,), "nothing is kept"),
@@ -196,7 +206,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "vllm_xargs": (({},), "there are no plugins"),
     "kv_transfer_params": (({},), "one engine reads prompts and writes"),
     "suffix": (("",), "text is only continued"),
-    "chat_template": ((), "the template is the server's"),
+    "chat_template": ((), _NO_TEMPLATE),
     "functions": (([],), _NO_FUNCTIONS),
     "function_call": (("none",), _NO_FUNCTIONS),
     "modalities": ((["text"],), "there is text only"),

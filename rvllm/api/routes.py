@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar
 
+from rvllm.api.answering import answer, answer_turn
 from rvllm.api.details import Details, IdTexts
 from rvllm.api.docs import Documents
 from rvllm.api.front import Front, Generation, Prompt, Served
-from rvllm.api.http import DONE, REQUEST_ID, Exchange, Handler, Route, Routes, event, while_connected
+from rvllm.api.http import REQUEST_ID, Exchange, Handler, Route, Routes, while_connected
 from rvllm.api.messages import CountBody, MessageReply, MessagesBody
 from rvllm.api.messages import error_shape as anthropic_error
 from rvllm.api.prompts import chat_ids, completion_prompts, cut, tokenize_ids
-from rvllm.api.replies import ChatReply, CompletionReply, Reply
+from rvllm.api.replies import ChatReply, CompletionReply
 from rvllm.api.reply_types import (
     ChatCompletion,
     Load,
@@ -26,6 +26,7 @@ from rvllm.api.reply_types import (
     Text,
     TextCompletion,
     TokenCount,
+    TokenizerInfo,
     Tokens,
     Version,
 )
@@ -41,7 +42,6 @@ from rvllm.api.requests import (
 )
 from rvllm.api.responses import ResponseReply, ResponsesBody
 from rvllm.api.tools import Tools, reader_for, tools_of
-from rvllm.api.turns import TurnReply, typed_event
 from rvllm.errors import BadRequest
 from rvllm.sampling.params import SamplingParams
 from rvllm.text.answer import AnswerReader
@@ -79,10 +79,10 @@ def routes(front: Front) -> Routes:
     health = Route(api.health, "Whether requests are answered", errors=READY)
 
     def reads(
-        kind: type[Body], answer: Callable[[Exchange, Body], Awaitable[None]], summary: str, reply: Any, **more: Any
+        kind: type[Body], handle: Callable[[Exchange, Body], Awaitable[None]], summary: str, reply: Any, **more: Any
     ) -> Route:
         """A route whose body is of that kind."""
-        return Route(_reading(front, kind, answer), summary, kind, reply, **{"errors": BODY, **more})
+        return Route(_reading(front, kind, handle), summary, kind, reply, **{"errors": BODY, **more})
 
     streams: dict[str, Any] = {"streams": True, "errors": TEXT}
     anthropic: dict[str, Any] = {"shape": anthropic_error}
@@ -111,6 +111,9 @@ def routes(front: Front) -> Routes:
         "/tokenize": {"POST": reads(TokenizeBody, api.tokenize, "The tokens of a text or a chat", Tokens)},
         "/detokenize": {"POST": reads(DetokenizeBody, api.detokenize, "The text of tokens", Text)},
     }
+    if front.habits.enable_tokenizer_info_endpoint:
+        info = Route(api.tokenizer_info, "The tokenizer and its chat template", reply=TokenizerInfo, errors=READY)
+        table["/tokenizer_info"] = {"GET": info}
     if not front.habits.disable_fastapi_docs:
         documents = Documents(front, table, OPEN_ROUTES)
         table["/openapi.json"] = {"GET": Route(documents.schema, "This document", reply=("application/json",))}
@@ -119,13 +122,13 @@ def routes(front: Front) -> Routes:
     return table
 
 
-def _reading(front: Front, kind: type[Body], answer: Callable[[Exchange, Body], Awaitable[None]]) -> Handler:
+def _reading(front: Front, kind: type[Body], handle: Callable[[Exchange, Body], Awaitable[None]]) -> Handler:
     """Reads the body that it answers."""
 
     async def handler(exchange: Exchange) -> None:
         data = await exchange.body()
         front.ready()
-        await answer(exchange, parse(data, kind))
+        await handle(exchange, parse(data, kind))
 
     return handler
 
@@ -208,10 +211,18 @@ class Api:
         details = Details(served.texts, bool(body.return_token_ids), body.prompt_logprobs)
         texts = self._texts(served, body)
         reply = CompletionReply(
-            generation, name, texts, details, body.logprobs, self._options(body), echo=bool(body.echo)
+            generation,
+            name,
+            texts,
+            details,
+            body.logprobs,
+            self._options(body),
+            fingerprint=self._front.fingerprint,
+            timed=self._front.habits.enable_per_request_metrics,
+            echo=bool(body.echo),
         )
         with generation.admitted(exchange.key, exchange.told):
-            await while_connected(exchange, _answer(exchange, reply, bool(body.stream)))
+            await while_connected(exchange, answer(exchange, reply, bool(body.stream)))
 
     async def chat(self, exchange: Exchange, body: ChatBody) -> None:
         chat = await self._begin_chat(exchange, body)
@@ -227,22 +238,25 @@ class Api:
             named=chat.tools.named,
             thoughts=body.include_reasoning is not False,
             short_ids=chat.served.families.calls is Mistral,
+            fingerprint=self._front.fingerprint,
+            timed=self._front.habits.enable_per_request_metrics,
+            role=self._front.habits.response_role,
         )
         with chat.generation.admitted(exchange.key, exchange.told):
-            await while_connected(exchange, _answer(exchange, reply, bool(body.stream)))
+            await while_connected(exchange, answer(exchange, reply, bool(body.stream)))
 
     async def responses(self, exchange: Exchange, body: ResponsesBody) -> None:
         chat = await self._begin_chat(exchange, body.chat())
         reply = ResponseReply(chat.generation, chat.name, chat.reader(), body=body)
         exchange.shape = reply.error_shape
         with chat.generation.admitted(exchange.key, exchange.told):
-            await while_connected(exchange, _answer_turn(exchange, reply, bool(body.stream)))
+            await while_connected(exchange, answer_turn(exchange, reply, bool(body.stream)))
 
     async def messages(self, exchange: Exchange, body: MessagesBody) -> None:
         chat = await self._begin_chat(exchange, body.chat())
         reply = MessageReply(chat.generation, chat.name, chat.reader())
         with chat.generation.admitted(exchange.key, exchange.told):
-            await while_connected(exchange, _answer_turn(exchange, reply, bool(body.stream)))
+            await while_connected(exchange, answer_turn(exchange, reply, bool(body.stream)))
 
     async def count_tokens(self, exchange: Exchange, body: CountBody) -> None:
         served = self._front.ready()
@@ -261,7 +275,7 @@ class Api:
         """A chat whose completions are checked, and not begun. Raises BadRequest, HttpError."""
         served = self._front.ready()
         name = self._front.name(body.model)
-        body.check()
+        body.check(trusted=self._front.habits.trust_request_chat_template)
         top = _top_logprobs(served, body)
         tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         if (body.max_completion_tokens or 0) < 0:
@@ -314,12 +328,18 @@ class Api:
     async def tokenize(self, exchange: Exchange, body: TokenizeBody) -> None:
         served = self._front.ready()
         self._front.name(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise BadRequest("give either prompt or messages", param="prompt")
+        body.check(trusted=self._front.habits.trust_request_chat_template)
+        tools_of(body.tools, None if body.tools is None else "none", None, served.families)
         ids = await _aside(exchange, lambda: tokenize_ids(served, body))
         strings = [served.tokenizer.token_of(token) for token in ids] if body.return_token_strs else None
         length = served.facts.limits.max_model_len
         await exchange.reply_json({"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": strings})
+
+    async def tokenizer_info(self, exchange: Exchange) -> None:
+        """Who makes prompts from messages, and what its special tokens are."""
+        served = self._front.ready()
+        length = served.facts.limits.max_model_len
+        await exchange.reply_json(served.tokenizer.info() | {"model_max_length": length})
 
     async def detokenize(self, exchange: Exchange, body: DetokenizeBody) -> None:
         served = self._front.ready()
@@ -330,46 +350,6 @@ class Api:
                 raise BadRequest(f"tokens has id {token}, ids are 0 to {limit - 1:,}", param="tokens")
         text = await _aside(exchange, lambda: served.tokenizer.decode(body.tokens, skip_special_tokens=False))
         await exchange.reply_json({"prompt": text})
-
-
-async def _answer(exchange: Exchange, reply: Reply, stream: bool) -> None:
-    """Reply with what a generation brings, as it comes or at its end."""
-    # Whether a text can have the form that is asked for is known with its first token.
-    if stream and not reply.generation.formed:
-        await exchange.begin_events()
-    async with aclosing(reply.generation.batches(stream)) as batches:
-        async for batch in batches:
-            if stream and not exchange.begun:
-                await exchange.begin_events()
-            if stream and (data := b"".join(map(event, reply.chunks(batch)))):
-                await exchange.events(data)
-    if not stream:
-        await exchange.reply_json(reply.whole())
-        return
-    last = reply.last_chunk()
-    await exchange.end((b"" if last is None else event(last)) + DONE)
-
-
-async def _answer_turn(exchange: Exchange, reply: TurnReply, stream: bool) -> None:
-    """Reply with blocks, as they come or at the end."""
-    if stream and not reply.generation.formed:
-        await _begin_turn(exchange, reply)
-    async with aclosing(reply.generation.batches(stream)) as batches:
-        async for batch in batches:
-            if stream and not exchange.begun:
-                await _begin_turn(exchange, reply)
-            data = b"".join(map(typed_event, reply.take(batch)))
-            if stream and data:
-                await exchange.events(data)
-    if stream:
-        await exchange.end(b"".join(map(typed_event, reply.closing())))
-    else:
-        await exchange.reply_json(reply.whole())
-
-
-async def _begin_turn(exchange: Exchange, reply: TurnReply) -> None:
-    await exchange.begin_events()
-    await exchange.events(b"".join(map(typed_event, reply.opening())))
 
 
 async def _aside(exchange: Exchange, work: Callable[[], Result]) -> Result:
