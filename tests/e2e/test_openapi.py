@@ -42,6 +42,7 @@ def document(server: Server) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Schemathesis needs Python 3.11")
 def test_the_server_does_as_its_document_says(server: Server, document: dict[str, Any], tmp_path: Path) -> None:
     """Some 4,000 requests: valid bodies, bodies at and beyond each limit, and wrong ones, the same ones every time."""
     file = tmp_path / "openapi.json"
