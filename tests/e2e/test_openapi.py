@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from rvllm.api.fields import fields
 from rvllm.api.front import Front
@@ -82,6 +83,12 @@ def test_every_route_is_told_of_with_its_key(document: dict[str, Any]) -> None:
         "/health",
         "/ping",
     ]
+
+
+def test_its_schemas_are_schemas(document: dict[str, Any]) -> None:
+    assert document["openapi"] == "3.1.0"
+    for schema in document["components"]["schemas"].values():
+        Draft202012Validator.check_schema(schema)
 
 
 def test_limits_are_those_of_the_model(document: dict[str, Any]) -> None:
