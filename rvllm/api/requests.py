@@ -19,6 +19,9 @@ from rvllm.sampling.structured import StructuredOutputsParams
 from rvllm.text.completion import Terms
 from rvllm.text.stop import parse_stop
 
+REREAD_BYTES = 1 << 20
+"""Of a body that is looked through once more for whole numbers: a larger one would hold up others' tokens."""
+
 Body = TypeVar("Body", bound="ModelBody")
 
 
@@ -264,7 +267,13 @@ _MISSING = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
 def parse(data: bytes, kind: type[Body]) -> Body:
     """A body as its struct. Raises HttpError, 400, whose `param` is the field at fault."""
     try:
-        return msgspec.json.decode(data, type=kind)
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except msgspec.ValidationError as cause:
+            if "got `float`" not in str(cause) or len(data) > REREAD_BYTES:
+                raise
+            # To JSON, and to JSON Schema, 1.0 is as whole as 1.
+            return msgspec.convert(_with_whole_numbers(msgspec.json.decode(data)), kind)
     except msgspec.ValidationError as cause:
         raise _wrong_field(str(cause)) from None
     except msgspec.DecodeError as cause:
@@ -272,6 +281,15 @@ def parse(data: bytes, kind: type[Body]) -> Body:
         raise HttpError(400, f"the body is not valid JSON: {reason}", code="invalid_json") from None
     except RecursionError:
         raise HttpError(400, "the body is nested too deeply", code="invalid_json") from None
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    """JSON with integers for the numbers that are whole."""
+    if isinstance(value, dict):
+        return {name: _with_whole_numbers(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_with_whole_numbers(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**63 else value
 
 
 def _wrong_field(said: str) -> HttpError:

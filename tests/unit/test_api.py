@@ -335,3 +335,22 @@ def test_a_vocabulary_has_every_tokens_bytes_as_it_stands_in_a_text(kind: str, t
     assert vocabulary.tokens[made.id("<|eos|>")] == b"<|eos|>"
     assert {"<|eos|>", "<|im_start|>"} <= {vocabulary.tokens[token].decode() for token in vocabulary.special_ids}
     assert made.id("<|im_end|>") not in vocabulary.special_ids
+
+
+def test_a_whole_number_may_be_written_as_a_fraction() -> None:
+    """To JSON Schema 1.0 is an integer, and some languages write it so."""
+    body = parse(
+        b'{"prompt": "x", "max_tokens": 3.0, "stop_token_ids": [1.0, 2], "temperature": 2, "n": 1e0}', CompletionBody
+    )
+    assert (body.max_tokens, body.stop_token_ids, body.temperature, body.n) == (3, [1, 2], 2.0, 1)
+    for wrong in (
+        b'{"max_tokens": 3.5}',
+        b'{"max_tokens": 1e300}',
+        b'{"max_tokens": 3.0, "x": 1}',
+        b'{"n": 1.0, "echo": 1.0}',
+    ):
+        with pytest.raises(HttpError) as refused:
+            parse(wrong, CompletionBody)
+        assert refused.value.status == 400 and refused.value.param in ("max_tokens", "x", "echo")
+    with pytest.raises(HttpError, match="nested too deeply"):
+        parse(b'{"n": 1.5, "prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", CompletionBody)
