@@ -160,6 +160,16 @@ class ServerConfig:
     return_tokens_as_token_ids   show single tokens as token_id:ID where a request does not say how
     enable_force_include_usage   tell the usage of streams where a request does not say whether
     default_chat_template_kwargs arguments of the chat template that a request does not bring
+    response_role       the role in answers to chats
+    trust_request_chat_template     a request may bring its own chat template, which runs in the sandbox
+    chat_template_content_format    of messages as the template sees them: "string", "openai" (lists of parts), or
+                        "auto": as the template seems to want it
+    enable_per_request_metrics      tell in replies how long they took
+    enable_tokenizer_info_endpoint  tell at /tokenizer_info of the tokenizer, chat template and all
+    fingerprint_mode    of system_fingerprint: "full": rvllm, its version and a hash of the settings; "hash": that
+                        alone; "custom": fingerprint_value; "none"
+    disable_fastapi_docs    no /openapi.json, /docs and /redoc
+    enable_offline_docs     they need no net anyway: this changes nothing
     stream_interval     tokens of one event of a stream, but for its first and its last
     log_format          of what is said on stderr: "text", or "json" objects
     disable_uvicorn_access_log         no line for every reply (vLLM: there is one)
@@ -204,6 +214,15 @@ class ServerConfig:
     return_tokens_as_token_ids: bool = False
     enable_force_include_usage: bool = False
     default_chat_template_kwargs: dict[str, Any] | None = None
+    response_role: str = "assistant"
+    trust_request_chat_template: bool = False
+    chat_template_content_format: str = "auto"
+    enable_per_request_metrics: bool = False
+    enable_tokenizer_info_endpoint: bool = False
+    fingerprint_mode: str = "full"
+    fingerprint_value: str | None = None
+    disable_fastapi_docs: bool = False
+    enable_offline_docs: bool = False
     stream_interval: int = 1
     log_format: str = "text"
     disable_uvicorn_access_log: bool = True

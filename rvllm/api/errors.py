@@ -44,9 +44,12 @@ def http_error(error: Exception) -> HttpError:
     """What a client is told of an error. Of one that is a fault of ours only its kind: its words may hold anything."""
     if isinstance(error, HttpError):
         return error
+    if isinstance(error, PromptTooLong):
+        # Clients that cut their history tell this error by these words.
+        said = f"the prompt is too long: {error}"
+        return HttpError(400, said, param=error.param, code="context_length_exceeded")
     if isinstance(error, BadRequest):
-        code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
-        return HttpError(400, str(error), param=error.param, code=code)
+        return HttpError(400, str(error), param=error.param)
     if isinstance(error, EngineError):
         return unavailable(error.message, "engine_error")
     if isinstance(error, RvllmError):

@@ -36,7 +36,8 @@ MOST_FORM_CHARACTERS = 16 << 20
 class Served:
     """A model that is ready. `defaults`: sampling parameters of requests that bring none; `seed`: the engine's.
 
-    families: how it writes what is no text. template_kwargs: of chats that bring none.
+    families: how it writes what is no text. template_kwargs: of chats that bring none. content_format: as
+    ChatTemplate.render has it.
     """
 
     tokenizer: Tokenizer
@@ -47,6 +48,7 @@ class Served:
     client: AsyncEngineClient
     families: Families
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    content_format: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class Front:
     """`names` are the model's, the first in replies to requests that name none. `served`: once the model is ready.
 
     begun: requests so far; stopping: no more are taken; loading: how far that is; metrics: once the model is ready.
-    habits: what requests have that say nothing of it.
+    habits: what requests have that say nothing of it. fingerprint: of system and settings, in replies.
     """
 
     names: Sequence[str]
@@ -86,6 +88,7 @@ class Front:
     metrics: Metrics | None = None
     admission: Admission = field(default_factory=Admission)
     habits: ServerConfig = field(default_factory=ServerConfig)
+    fingerprint: str | None = None
 
     def ready(self) -> Served:
         """The model. Raises HttpError, 503, while there is none, or none any more."""

@@ -67,7 +67,7 @@ class Exchange:
     path: without what the server is mounted at. request_id: the client's, where it brought one that can be told.
     key: the number of the key it brought. shared: headers of whatever the reply is. told: of a request for text, for
     the log. waits_s: since when the client has left unread what is sent to it. spoke_s: of the last event.
-    shape: an error's bytes, as a body or as a stream's last event.
+    shape: an error's bytes, as a body or as a stream's last event. length: the body's, once it is read.
     """
 
     scope: Scope
@@ -81,6 +81,7 @@ class Exchange:
     route: str = "none"
     key: int | None = None
     told: dict[str, Any] = field(default_factory=dict)
+    length: int = 0
     waits_s: float | None = None
     spoke_s: float | None = None
     came_s: float = field(default_factory=time.monotonic)
@@ -124,6 +125,7 @@ class Exchange:
             if len(data) > most:
                 raise _too_large(most)
             if not message.get("more_body", False):
+                self.length = len(data)
                 return bytes(data)
 
     async def reply(self, data: bytes, status: int = 200, headers: Mapping[str, str] = NO_HEADERS) -> None:
@@ -190,13 +192,33 @@ class Exchange:
 Handler = Callable[[Exchange], Awaitable[None]]
 Ended = Callable[[Exchange], None]
 Fault = Callable[[BaseException, Exchange], None]
-Routes = Mapping[str, Mapping[str, Handler]]
-"""path -> method -> handler. A path that ends in / takes all that begin with it."""
 
 
 def openai_error(error: HttpError, in_stream: bool) -> bytes:
     """An error's bytes, as OpenAI's clients read them."""
     return b"data: " + error.body() + b"\n\n" if in_stream else error.body()
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What a path does by one method; what of it is for OpenAPI's document alone has a default.
+
+    summary: a few words. body: what the handler decodes. reply: the type of a 200's JSON, or media types of what else
+    it may be; None: it has no body; NoReturn: there is no 200. streams: or events come, where the body asks for them.
+    errors: the statuses that may come beside those that any route's may. shape: as in Exchange.
+    """
+
+    handler: Handler
+    summary: str = ""
+    body: type[msgspec.Struct] | None = None
+    reply: Any = None
+    streams: bool = False
+    errors: tuple[int, ...] = ()
+    shape: Callable[[HttpError, bool], bytes] = openai_error
+
+
+Routes = Mapping[str, Mapping[str, Route]]
+"""path -> method -> route. A path that ends in / takes all that begin with it."""
 
 
 def event(value: object) -> bytes:
@@ -236,8 +258,9 @@ class App:
             if allowed is not None:
                 await exchange.reply(b"", headers=allowed)
             else:
+                methods = self._methods(exchange)
                 self._check_key(exchange)
-                await self._handler(exchange)(exchange)
+                await self._route(exchange, methods).handler(exchange)
         except Gone:
             pass
         except Exception as error:
@@ -248,21 +271,27 @@ class App:
         finally:
             self._ended(exchange)
 
-    def _handler(self, exchange: Exchange) -> Handler:
+    def _methods(self, exchange: Exchange) -> Mapping[str, Route] | None:
+        """What the path takes; the exchange learns its route, and how its errors look."""
         path = exchange.path
         methods = None if path in self._prefixes else self._routes.get(path)
         exchange.route = path if methods is not None else "none"
         for prefix in self._prefixes:
             if methods is None and path.startswith(prefix) and path != prefix:
                 methods, exchange.route, exchange.name = self._routes[prefix], prefix, path.removeprefix(prefix)
+        if methods is not None:
+            exchange.shape = next(iter(methods.values())).shape
+        return methods
+
+    def _route(self, exchange: Exchange, methods: Mapping[str, Route] | None) -> Route:
         if methods is None:
             raise HttpError(404, "there is nothing at this path", code="not_found")
         method = exchange.scope["method"]
-        handler = methods.get("GET" if method == "HEAD" else method)
-        if handler is None:
+        route = methods.get("GET" if method == "HEAD" else method)
+        if route is None:
             allowed = ", ".join(methods)
             raise HttpError(405, f"the method is {method}, this path takes {allowed}", headers={"allow": allowed})
-        return handler
+        return route
 
     def _check_key(self, exchange: Exchange) -> None:
         """Raises HttpError, 401. All keys are compared, each in constant time: time must not tell a key."""

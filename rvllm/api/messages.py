@@ -154,7 +154,7 @@ def _messages(system: Any, given: Any) -> list[Json]:
     if not isinstance(given, list):
         raise BadRequest("messages must be a list", param="messages")
     found: list[Json] = []
-    if system:
+    if system is not None and system != "":
         found.append({"role": "system", "content": _texts("system", system)})
     for place, message in enumerate(given):
         if not isinstance(message, Mapping) or message.get("role") not in ("user", "assistant", "system"):
@@ -173,7 +173,8 @@ def _user(where: str, content: Any) -> Iterator[Json]:
     texts = []
     for block in _blocks(where, content):
         if block.get("type") == "tool_result":
-            result = _texts(f"{where}: a tool_result's content", block.get("content") or "")
+            given = block.get("content")
+            result = _texts(f"{where}: a tool_result's content", "" if given is None else given)
             yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
         else:
             texts.append(_text(where, block))
@@ -186,7 +187,10 @@ def _assistant(where: str, content: Any) -> Json:
     for block in _blocks(where, content):
         kind = block.get("type")
         if kind == "tool_use":
-            function = {"name": block.get("name"), "arguments": block.get("input") or {}}
+            given = block.get("input")
+            if not isinstance(given, Mapping | None):
+                raise BadRequest(f"{where}: a tool_use's input must be an object", param="messages")
+            function = {"name": block.get("name"), "arguments": given or {}}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "thinking":
             thoughts.append(str(block.get("thinking", "")))
@@ -238,6 +242,6 @@ def _tool_choice(given: dict[str, Any] | None) -> tuple[Any, bool | None]:
     kind, parallel = given.get("type"), not given.get("disable_parallel_tool_use")
     if kind == "tool":
         return {"type": "function", "function": {"name": given.get("name")}}, parallel
-    if kind not in _TOOL_CHOICES:
+    if not isinstance(kind, str) or kind not in _TOOL_CHOICES:
         raise BadRequest("tool_choice.type has to be auto, any, tool or none", param="tool_choice")
-    return _TOOL_CHOICES[str(kind)], parallel
+    return _TOOL_CHOICES[kind], parallel

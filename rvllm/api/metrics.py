@@ -278,6 +278,20 @@ class Timeline:
             self.last_s = came_s
         self.tokens += 1
 
+    def times(self) -> dict[str, float | None]:
+        """vLLM's figures of one request, in milliseconds: what it waited, from its first step to its first token, from
+        there to its last; None of what has not been.
+        """
+        begun_s, tokens = self.submitted_s + self.waited_s, self.tokens
+        writing_s, all_s = self.last_s - self.first_s, self.last_s - begun_s
+        return {
+            "time_to_first_token_ms": (self.first_s - begun_s) * 1000 if tokens else None,
+            "generation_time_ms": writing_s * 1000 if tokens else None,
+            "queue_time_ms": self.waited_s * 1000 if tokens else None,
+            "mean_itl_ms": writing_s * 1000 / (tokens - 1) if tokens > 1 else None,
+            "tokens_per_second": tokens / all_s if tokens and all_s > 0 else None,
+        }
+
 
 class EngineFigures(Collector):
     """What the engine says of itself, asked for anew by `refresh`."""

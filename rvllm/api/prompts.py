@@ -11,8 +11,9 @@ from rvllm.errors import BadRequest, PromptTooLong
 SHRINKAGE = 4
 """How much shorter than a text its normal form may be: three characters may become one."""
 
-_TEMPLATE_ARGUMENTS = (
-    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "self",
+TEMPLATE_ARGUMENTS = (
+    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template",
+    "content_format", "self",
 )  # fmt: skip
 
 
@@ -59,7 +60,7 @@ def encoded(served: Served, text: str, special: bool) -> list[int]:
 def chat_ids(served: Served, body: ChatBody | TokenizeBody, tools: Any = None) -> list[int]:
     """A conversation's ids through the chat template. Raises BadRequest."""
     more = dict(body.chat_template_kwargs or {})
-    if clash := sorted(set(more).intersection(_TEMPLATE_ARGUMENTS)):
+    if clash := sorted(set(more).intersection(TEMPLATE_ARGUMENTS)):
         raise BadRequest(f"chat_template_kwargs must not set {clash[0]}", param="chat_template_kwargs")
     if isinstance(body, ChatBody):
         more = dict(served.template_kwargs) | more | {"documents": body.documents}
@@ -70,13 +71,19 @@ def chat_ids(served: Served, body: ChatBody | TokenizeBody, tools: Any = None) -
     goes_on = bool(body.continue_final_message)
     begins = not goes_on if body.add_generation_prompt is None else body.add_generation_prompt
     return served.tokenizer.apply_chat_template(
-        body.messages, tools=tools, add_generation_prompt=begins, continue_final_message=goes_on, **more
+        body.messages,
+        tools=tools,
+        add_generation_prompt=begins,
+        continue_final_message=goes_on,
+        chat_template=body.chat_template,
+        content_format=served.content_format,
+        **more,
     )
 
 
 def tokenize_ids(served: Served, body: TokenizeBody) -> list[int]:
     if body.prompt is None:
-        return chat_ids(served, body)
+        return chat_ids(served, body, body.tools)
     return encoded(served, body.prompt, body.add_special_tokens is not False)
 
 

@@ -16,14 +16,14 @@ from rvllm.text.answer import AnswerPart, AnswerReader, Thought
 from rvllm.text.completion import Delta, Logprobs
 from rvllm.text.token_text import TokenTexts
 from rvllm.text.tool_calls import Call, More, calls_in
-from rvllm.version import VERSION
 
 
 @dataclass(slots=True)
 class Reply(ABC):
     """What both kinds share.
 
-    top: how many likeliest tokens are told of each; None: no log-probabilities.
+    top: how many likeliest tokens are told of each; None: no log-probabilities. fingerprint: of system and settings.
+    timed: it tells how long it took, where it is one completion.
     """
 
     generation: Generation
@@ -33,6 +33,8 @@ class Reply(ABC):
     top: int | None = None
     options: StreamOptions = field(default_factory=StreamOptions)
     created_s: int = field(default_factory=lambda: int(time.time()))
+    fingerprint: str | None = None
+    timed: bool = False
 
     PREFIX = ""
     OBJECT = ""
@@ -50,7 +52,8 @@ class Reply(ABC):
         """The reply once all has come."""
         given = self.generation.choices
         choices = [self.choice(choice) | self.details.of_choice(choice) for choice in given]
-        return self._head(self.OBJECT) | {"choices": choices, "usage": self.usage()} | self.details.of_reply(given)
+        told = {"choices": choices, "usage": self.usage()} | self.details.of_reply(given)
+        return self._head(self.OBJECT) | told | self._times()
 
     def chunks(self, batch: Sequence[tuple[Choice, Delta]]) -> Iterator[Json]:
         """Chunks for what has come."""
@@ -63,7 +66,7 @@ class Reply(ABC):
 
     def last_chunk(self) -> Json | None:
         """The usage, where it is asked for."""
-        return self._chunk([], self.usage()) if self.options.include_usage else None
+        return self._chunk([], self.usage()) | self._times() if self.options.include_usage else None
 
     def usage(self) -> Json:
         """Tokens so far: a prompt's once, whatever n is."""
@@ -79,6 +82,12 @@ class Reply(ABC):
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
+    def _times(self) -> Json:
+        """vLLM's figures of a request."""
+        if not self.timed or len(self.generation.choices) != 1:
+            return {}
+        return {"metrics": self.generation.choices[0].line.times()}
+
     def _chunk(self, choices: list[Json], usage: Json | None) -> Json:
         told = {"usage": usage} if self.options.include_usage or self.options.continuous_usage_stats else {}
         return self._head(self.CHUNK) | {"choices": choices} | told
@@ -89,7 +98,7 @@ class Reply(ABC):
             "object": kind,
             "created": self.created_s,
             "model": self.model,
-            "system_fingerprint": f"rvllm-{VERSION}",
+            "system_fingerprint": self.fingerprint,
         }
 
 
@@ -97,13 +106,15 @@ class Reply(ABC):
 class ChatReply(Reply):
     """chat.completion and its chunks: a role, texts, and last an empty delta with the finish reason.
 
-    reader: makes who reads a completion. named: a call was ordered by name, which is no reason to finish.
+    reader: makes who reads a completion. named: a call was ordered by name, which is no reason to finish. role: the
+    answer's.
     """
 
     reader: Callable[[], AnswerReader] = AnswerReader
     named: bool = False
     thoughts: bool = True
     short_ids: bool = False
+    role: str = "assistant"
     readers: dict[int, AnswerReader] = field(default_factory=dict)
 
     PREFIX, OBJECT, CHUNK = "chatcmpl-", "chat.completion", "chat.completion.chunk"
@@ -123,7 +134,7 @@ class ChatReply(Reply):
     def _message(self, parts: Sequence[AnswerPart]) -> Json:
         calls = calls_in(parts)
         text = "".join(part for part in parts if isinstance(part, str))
-        message: Json = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        message: Json = {"role": self.role, "content": text or (None if calls else ""), "refusal": None}
         thought = "".join(part.text for part in parts if isinstance(part, Thought))
         if thought and self.thoughts:
             message |= _thought(thought)
@@ -142,7 +153,7 @@ class ChatReply(Reply):
     def pieces(self, choice: Choice, delta: Delta) -> Iterator[Json]:
         if (reader := self.readers.get(choice.index)) is None:
             reader = self.readers[choice.index] = self.reader()
-            yield _piece(choice, {"role": "assistant", "content": ""})
+            yield _piece(choice, {"role": self.role, "content": ""})
         before = reader.calls
         parts = reader.push(delta.text) if delta.text else []
         if delta.finish_reason is not None:

@@ -19,6 +19,9 @@ from rvllm.sampling.structured import StructuredOutputsParams
 from rvllm.text.completion import Terms
 from rvllm.text.stop import parse_stop
 
+REREAD_BYTES = 1 << 20
+"""Of a body that is looked through once more for whole numbers: a larger one would hold up others' tokens."""
+
 Body = TypeVar("Body", bound="ModelBody")
 
 
@@ -78,7 +81,7 @@ class SamplingBody(ModelBody, kw_only=True):
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    # Accepted where they ask for nothing that we do not do; see _REFUSED.
+    # Accepted where they ask for nothing that we do not do; see REFUSED.
     best_of: int | None = None
     store: bool | None = None
     service_tier: str | None = None
@@ -103,11 +106,11 @@ class SamplingBody(ModelBody, kw_only=True):
         terms.check()
         return terms
 
-    def check(self) -> None:
-        """Raise BadRequest for what we do not do."""
-        for name, (harmless, why) in _REFUSED.items():
+    def check(self, *, trusted: bool = False) -> None:
+        """Raise BadRequest for what we do not do. trusted: it may bring a chat template."""
+        for name, (harmless, why) in REFUSED.items():
             value = getattr(self, name, None)
-            if value is not None and value not in harmless:
+            if value is not None and value not in harmless and not (trusted and name == "chat_template"):
                 raise BadRequest(f"{name} is not supported here: {why}", param=name)
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise BadRequest(
@@ -149,7 +152,7 @@ class ChatBody(SamplingBody, kw_only=True):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
-    # See _REFUSED.
+    # See REFUSED.
     chat_template: str | None = None
     functions: Any = None
     function_call: Any = None
@@ -168,6 +171,15 @@ class TokenizeBody(ModelBody, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Any = None
+    chat_template: str | None = None
+
+    def check(self, *, trusted: bool = False) -> None:
+        """Raise BadRequest for what we do not do. trusted: it may bring a chat template."""
+        if self.chat_template is not None and not trusted:
+            raise BadRequest(f"chat_template is not supported here: {_NO_TEMPLATE}", param="chat_template")
+        if (self.prompt is None) == (self.messages is None):
+            raise BadRequest("give either prompt or messages", param="prompt")
 
 
 class DetokenizeBody(ModelBody, kw_only=True):
@@ -182,8 +194,9 @@ _SAMPLING_NAMES = (
     "include_stop_str_in_output", "skip_special_tokens",
 )  # fmt: skip
 
+_NO_TEMPLATE = "the template is the server's, where it is not started with --trust-request-chat-template"
 _NO_FUNCTIONS = "it gave way to tools"
-_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "store": ((False,), "nothing is kept"),
     "service_tier": (("auto", "default"), "there is one tier"),
     "spaces_between_special_tokens": ((True,), "they are kept as the tokenizer writes them"),
@@ -196,7 +209,7 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "vllm_xargs": (({},), "there are no plugins"),
     "kv_transfer_params": (({},), "one engine reads prompts and writes"),
     "suffix": (("",), "text is only continued"),
-    "chat_template": ((), "the template is the server's"),
+    "chat_template": ((), _NO_TEMPLATE),
     "functions": (([],), _NO_FUNCTIONS),
     "function_call": (("none",), _NO_FUNCTIONS),
     "modalities": ((["text"],), "there is text only"),
@@ -254,7 +267,13 @@ _MISSING = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
 def parse(data: bytes, kind: type[Body]) -> Body:
     """A body as its struct. Raises HttpError, 400, whose `param` is the field at fault."""
     try:
-        return msgspec.json.decode(data, type=kind)
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except msgspec.ValidationError as cause:
+            if "got `float`" not in str(cause) or len(data) > REREAD_BYTES:
+                raise
+            # To JSON, and to JSON Schema, 1.0 is as whole as 1.
+            return msgspec.convert(_with_whole_numbers(msgspec.json.decode(data)), kind)
     except msgspec.ValidationError as cause:
         raise _wrong_field(str(cause)) from None
     except msgspec.DecodeError as cause:
@@ -262,6 +281,15 @@ def parse(data: bytes, kind: type[Body]) -> Body:
         raise HttpError(400, f"the body is not valid JSON: {reason}", code="invalid_json") from None
     except RecursionError:
         raise HttpError(400, "the body is nested too deeply", code="invalid_json") from None
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    """JSON with integers for the numbers that are whole."""
+    if isinstance(value, dict):
+        return {name: _with_whole_numbers(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_with_whole_numbers(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**63 else value
 
 
 def _wrong_field(said: str) -> HttpError:

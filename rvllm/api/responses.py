@@ -12,7 +12,7 @@ from rvllm.api.turns import Block, Json, TurnReply, typed_event
 from rvllm.errors import BadRequest
 
 _NOT_KEPT = "nothing is kept between requests"
-_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "previous_response_id": ((), _NOT_KEPT),
     "conversation": ((), _NOT_KEPT),
     "background": ((False,), _NOT_KEPT),
@@ -59,7 +59,7 @@ class ResponsesBody(ModelBody, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     stream_options: dict[str, Any] | None = None
-    # See _REFUSED.
+    # See REFUSED.
     previous_response_id: str | None = None
     conversation: Any = None
     background: bool | None = None
@@ -72,7 +72,7 @@ class ResponsesBody(ModelBody, kw_only=True):
 
     def chat(self) -> ChatBody:
         """The same as a chat. Raises BadRequest."""
-        for name, (harmless, why) in _REFUSED.items():
+        for name, (harmless, why) in REFUSED.items():
             value = getattr(self, name)
             if value is not None and value not in harmless:
                 raise BadRequest(f"{name} is not supported here: {why}", param=name)
@@ -87,7 +87,7 @@ class ResponsesBody(ModelBody, kw_only=True):
             tools=_tools(self.tools),
             tool_choice=_tool_choice(self.tool_choice),
             response_format=_format(self.text),
-            reasoning_effort=(self.reasoning or {}).get("effort"),
+            reasoning_effort=_effort(self.reasoning),
             **same,
         )
 
@@ -289,6 +289,14 @@ def _tool_choice(given: Any) -> Any:
     if isinstance(given, Mapping) and given.get("type") == "function":
         return {"type": "function", "function": {"name": given.get("name")}}
     return given
+
+
+def _effort(reasoning: dict[str, Any] | None) -> str | None:
+    """Raises BadRequest."""
+    effort = (reasoning or {}).get("effort")
+    if effort is not None and not isinstance(effort, str):
+        raise BadRequest("reasoning.effort must be a text", param="reasoning")
+    return effort
 
 
 def _format(text: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+from rvllm.api.answering import answer, answer_turn
 from rvllm.api.details import Details, IdTexts
+from rvllm.api.docs import Documents
 from rvllm.api.front import Front, Generation, Prompt, Served
-from rvllm.api.http import DONE, REQUEST_ID, Exchange, Routes, event, while_connected
+from rvllm.api.http import REQUEST_ID, Exchange, Handler, Route, Routes, while_connected
 from rvllm.api.messages import CountBody, MessageReply, MessagesBody
 from rvllm.api.messages import error_shape as anthropic_error
 from rvllm.api.prompts import chat_ids, completion_prompts, cut, tokenize_ids
-from rvllm.api.replies import ChatReply, CompletionReply, Reply
+from rvllm.api.replies import ChatReply, CompletionReply
+from rvllm.api.reply_types import (
+    ChatCompletion,
+    Load,
+    Message,
+    Model,
+    Models,
+    Response,
+    Text,
+    TextCompletion,
+    TokenCount,
+    TokenizerInfo,
+    Tokens,
+    Version,
+)
 from rvllm.api.requests import (
+    Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -26,7 +42,6 @@ from rvllm.api.requests import (
 )
 from rvllm.api.responses import ResponseReply, ResponsesBody
 from rvllm.api.tools import Tools, reader_for, tools_of
-from rvllm.api.turns import TurnReply, typed_event
 from rvllm.errors import BadRequest
 from rvllm.sampling.params import SamplingParams
 from rvllm.text.answer import AnswerReader
@@ -51,26 +66,71 @@ PROMPT_END = 64
 Result = TypeVar("Result")
 
 
+FIGURES = ("text/plain", "application/openmetrics-text")
+READY = (503,)
+BODY = (400, 404, 408, 413, 415, 503)
+TEXT = (*BODY, 429, 504)
+"""Statuses of errors of routes that need the model, read a body, write a text."""
+
+
 def routes(front: Front) -> Routes:
     """Every path of a front, and what it takes."""
     api = Api(front)
-    return {
-        "/health": {"GET": api.health},
-        "/ping": {"GET": api.health, "POST": api.health},
-        "/version": {"GET": api.version},
-        "/metrics": {"GET": api.metrics},
-        "/load": {"GET": api.load},
-        "/v1/models": {"GET": api.models},
-        "/v1/models/": {"GET": api.one_model},
-        "/v1/completions": {"POST": api.completions},
-        "/v1/chat/completions": {"POST": api.chat},
-        "/v1/responses": {"POST": api.responses},
-        "/v1/messages": {"POST": api.messages},
-        "/v1/messages/count_tokens": {"POST": api.count_tokens},
-        "/v1/embeddings": {"POST": api.embeddings},
-        "/tokenize": {"POST": api.tokenize},
-        "/detokenize": {"POST": api.detokenize},
+    health = Route(api.health, "Whether requests are answered", errors=READY)
+
+    def reads(
+        kind: type[Body], handle: Callable[[Exchange, Body], Awaitable[None]], summary: str, reply: Any, **more: Any
+    ) -> Route:
+        """A route whose body is of that kind."""
+        return Route(_reading(front, kind, handle), summary, kind, reply, **{"errors": BODY, **more})
+
+    streams: dict[str, Any] = {"streams": True, "errors": TEXT}
+    anthropic: dict[str, Any] = {"shape": anthropic_error}
+    table: dict[str, dict[str, Route]] = {
+        "/health": {"GET": health},
+        "/ping": {"GET": health, "POST": health},
+        "/version": {"GET": Route(api.version, "The server's version", reply=Version)},
+        "/metrics": {"GET": Route(api.metrics, "Figures for Prometheus", reply=FIGURES, errors=READY)},
+        "/load": {"GET": Route(api.load, "Requests for text that are being answered", reply=Load)},
+        "/v1/models": {"GET": Route(api.models, "The names of the model", reply=Models, errors=READY)},
+        "/v1/models/": {"GET": Route(api.one_model, "One of them", reply=Model, errors=(404, *READY))},
+        "/v1/completions": {
+            "POST": reads(CompletionBody, api.completions, "Continue a text", TextCompletion, **streams)
+        },
+        "/v1/chat/completions": {"POST": reads(ChatBody, api.chat, "Answer a chat", ChatCompletion, **streams)},
+        "/v1/responses": {
+            "POST": reads(ResponsesBody, api.responses, "Answer, as OpenAI's Responses API", Response, **streams)
+        },
+        "/v1/messages": {
+            "POST": reads(MessagesBody, api.messages, "Answer, as Anthropic's API", Message, **streams, **anthropic)
+        },
+        "/v1/messages/count_tokens": {
+            "POST": reads(CountBody, api.count_tokens, "Count the tokens of a chat", TokenCount, **anthropic)
+        },
+        "/v1/embeddings": {"POST": Route(api.embeddings, "Refused: models write text", reply=NoReturn, errors=BODY)},
+        "/tokenize": {"POST": reads(TokenizeBody, api.tokenize, "The tokens of a text or a chat", Tokens)},
+        "/detokenize": {"POST": reads(DetokenizeBody, api.detokenize, "The text of tokens", Text)},
     }
+    if front.habits.enable_tokenizer_info_endpoint:
+        info = Route(api.tokenizer_info, "The tokenizer and its chat template", reply=TokenizerInfo, errors=READY)
+        table["/tokenizer_info"] = {"GET": info}
+    if not front.habits.disable_fastapi_docs:
+        documents = Documents(front, table, OPEN_ROUTES)
+        table["/openapi.json"] = {"GET": Route(documents.schema, "This document", reply=("application/json",))}
+        page = Route(documents.page, "The same to read", reply=("text/html",))
+        table["/docs"] = table["/redoc"] = {"GET": page}
+    return table
+
+
+def _reading(front: Front, kind: type[Body], handle: Callable[[Exchange, Body], Awaitable[None]]) -> Handler:
+    """Reads the body that it answers."""
+
+    async def handler(exchange: Exchange) -> None:
+        data = await exchange.body()
+        front.ready()
+        await handle(exchange, parse(data, kind))
+
+    return handler
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +192,8 @@ class Api:
             "max_model_len": self._front.ready().facts.limits.max_model_len,
         }
 
-    async def completions(self, exchange: Exchange) -> None:
-        data = await exchange.body()
+    async def completions(self, exchange: Exchange, body: CompletionBody) -> None:
         served = self._front.ready()
-        body = parse(data, CompletionBody)
         name = self._front.name(body.model)
         body.check()
         asked = (body.logprobs if body.echo else None, body.prompt_logprobs)
@@ -144,7 +202,7 @@ class Api:
             dict(served.defaults) | {"max_tokens": COMPLETION_TOKENS}, logprobs=body.logprobs, prompt_logprobs=scored
         )
         terms = body.terms()
-        prompts = await _aside(data, lambda: completion_prompts(served, body))
+        prompts = await _aside(exchange, lambda: completion_prompts(served, body))
         params = self._formed(params)
         await self._front.learn_forms(params)
         generation = self._front.generation(
@@ -153,15 +211,21 @@ class Api:
         details = Details(served.texts, bool(body.return_token_ids), body.prompt_logprobs)
         texts = self._texts(served, body)
         reply = CompletionReply(
-            generation, name, texts, details, body.logprobs, self._options(body), echo=bool(body.echo)
+            generation,
+            name,
+            texts,
+            details,
+            body.logprobs,
+            self._options(body),
+            fingerprint=self._front.fingerprint,
+            timed=self._front.habits.enable_per_request_metrics,
+            echo=bool(body.echo),
         )
         with generation.admitted(exchange.key, exchange.told):
-            await while_connected(exchange, _answer(exchange, reply, bool(body.stream)))
+            await while_connected(exchange, answer(exchange, reply, bool(body.stream)))
 
-    async def chat(self, exchange: Exchange) -> None:
-        data = await exchange.body()
-        body = parse(data, ChatBody)
-        chat = await self._begin_chat(exchange, data, body)
+    async def chat(self, exchange: Exchange, body: ChatBody) -> None:
+        chat = await self._begin_chat(exchange, body)
         details = Details(chat.served.texts, bool(body.return_token_ids), body.prompt_logprobs, of_prompt=False)
         reply = ChatReply(
             chat.generation,
@@ -174,37 +238,32 @@ class Api:
             named=chat.tools.named,
             thoughts=body.include_reasoning is not False,
             short_ids=chat.served.families.calls is Mistral,
+            fingerprint=self._front.fingerprint,
+            timed=self._front.habits.enable_per_request_metrics,
+            role=self._front.habits.response_role,
         )
         with chat.generation.admitted(exchange.key, exchange.told):
-            await while_connected(exchange, _answer(exchange, reply, bool(body.stream)))
+            await while_connected(exchange, answer(exchange, reply, bool(body.stream)))
 
-    async def responses(self, exchange: Exchange) -> None:
-        data = await exchange.body()
-        body = parse(data, ResponsesBody)
-        chat = await self._begin_chat(exchange, data, body.chat())
+    async def responses(self, exchange: Exchange, body: ResponsesBody) -> None:
+        chat = await self._begin_chat(exchange, body.chat())
         reply = ResponseReply(chat.generation, chat.name, chat.reader(), body=body)
         exchange.shape = reply.error_shape
         with chat.generation.admitted(exchange.key, exchange.told):
-            await while_connected(exchange, _answer_turn(exchange, reply, bool(body.stream)))
+            await while_connected(exchange, answer_turn(exchange, reply, bool(body.stream)))
 
-    async def messages(self, exchange: Exchange) -> None:
-        exchange.shape = anthropic_error
-        data = await exchange.body()
-        body = parse(data, MessagesBody)
-        chat = await self._begin_chat(exchange, data, body.chat())
+    async def messages(self, exchange: Exchange, body: MessagesBody) -> None:
+        chat = await self._begin_chat(exchange, body.chat())
         reply = MessageReply(chat.generation, chat.name, chat.reader())
         with chat.generation.admitted(exchange.key, exchange.told):
-            await while_connected(exchange, _answer_turn(exchange, reply, bool(body.stream)))
+            await while_connected(exchange, answer_turn(exchange, reply, bool(body.stream)))
 
-    async def count_tokens(self, exchange: Exchange) -> None:
-        exchange.shape = anthropic_error
-        data = await exchange.body()
+    async def count_tokens(self, exchange: Exchange, body: CountBody) -> None:
         served = self._front.ready()
-        body = parse(data, CountBody)
         self._front.name(body.model)
         chat = body.chat()
         tools_of(chat.tools, chat.tool_choice, chat.parallel_tool_calls, served.families)
-        ids = await _aside(data, lambda: chat_ids(served, chat, chat.tools))
+        ids = await _aside(exchange, lambda: chat_ids(served, chat, chat.tools))
         await exchange.reply_json({"input_tokens": len(ids)})
 
     async def embeddings(self, exchange: Exchange) -> None:
@@ -212,11 +271,11 @@ class Api:
         self._front.ready()
         raise BadRequest("this model writes text: it makes no embeddings", param="model")
 
-    async def _begin_chat(self, exchange: Exchange, data: bytes, body: ChatBody) -> _Chat:
+    async def _begin_chat(self, exchange: Exchange, body: ChatBody) -> _Chat:
         """A chat whose completions are checked, and not begun. Raises BadRequest, HttpError."""
         served = self._front.ready()
         name = self._front.name(body.model)
-        body.check()
+        body.check(trusted=self._front.habits.trust_request_chat_template)
         top = _top_logprobs(served, body)
         tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         if (body.max_completion_tokens or 0) < 0:
@@ -232,7 +291,7 @@ class Api:
         shown = (
             None if tools.choice == "none" and self._front.habits.exclude_tools_when_tool_choice_none else body.tools
         )
-        prompt = Prompt(None, tuple(await _aside(data, lambda: chat_ids(served, body, shown))))
+        prompt = Prompt(None, tuple(await _aside(exchange, lambda: chat_ids(served, body, shown))))
         prompt_end = served.texts.decode(prompt.ids[-PROMPT_END:], skip_special_tokens=False)
         shows_special = body.skip_special_tokens is None
         params = self._formed(_for_tools(served, params, tools, prompt_end, shows_special=shows_special))
@@ -266,84 +325,44 @@ class Api:
             return StreamOptions(True, given.continuous_usage_stats)
         return given
 
-    async def tokenize(self, exchange: Exchange) -> None:
-        data = await exchange.body()
+    async def tokenize(self, exchange: Exchange, body: TokenizeBody) -> None:
         served = self._front.ready()
-        body = parse(data, TokenizeBody)
         self._front.name(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise BadRequest("give either prompt or messages", param="prompt")
-        ids = await _aside(data, lambda: tokenize_ids(served, body))
+        body.check(trusted=self._front.habits.trust_request_chat_template)
+        tools_of(body.tools, None if body.tools is None else "none", None, served.families)
+        ids = await _aside(exchange, lambda: tokenize_ids(served, body))
         strings = [served.tokenizer.token_of(token) for token in ids] if body.return_token_strs else None
         length = served.facts.limits.max_model_len
         await exchange.reply_json({"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": strings})
 
-    async def detokenize(self, exchange: Exchange) -> None:
-        data = await exchange.body()
+    async def tokenizer_info(self, exchange: Exchange) -> None:
+        """Who makes prompts from messages, and what its special tokens are."""
         served = self._front.ready()
-        body = parse(data, DetokenizeBody)
+        length = served.facts.limits.max_model_len
+        await exchange.reply_json(served.tokenizer.info() | {"model_max_length": length})
+
+    async def detokenize(self, exchange: Exchange, body: DetokenizeBody) -> None:
+        served = self._front.ready()
         self._front.name(body.model)
         limit = served.facts.limits.vocab_limit
         for token in body.tokens:
             if not 0 <= token < limit:
                 raise BadRequest(f"tokens has id {token}, ids are 0 to {limit - 1:,}", param="tokens")
-        text = await _aside(data, lambda: served.tokenizer.decode(body.tokens, skip_special_tokens=False))
+        text = await _aside(exchange, lambda: served.tokenizer.decode(body.tokens, skip_special_tokens=False))
         await exchange.reply_json({"prompt": text})
 
 
-async def _answer(exchange: Exchange, reply: Reply, stream: bool) -> None:
-    """Reply with what a generation brings, as it comes or at its end."""
-    # Whether a text can have the form that is asked for is known with its first token.
-    if stream and not reply.generation.formed:
-        await exchange.begin_events()
-    async with aclosing(reply.generation.batches(stream)) as batches:
-        async for batch in batches:
-            if stream and not exchange.begun:
-                await exchange.begin_events()
-            if stream and (data := b"".join(map(event, reply.chunks(batch)))):
-                await exchange.events(data)
-    if not stream:
-        await exchange.reply_json(reply.whole())
-        return
-    last = reply.last_chunk()
-    await exchange.end((b"" if last is None else event(last)) + DONE)
-
-
-async def _answer_turn(exchange: Exchange, reply: TurnReply, stream: bool) -> None:
-    """Reply with blocks, as they come or at the end."""
-    if stream and not reply.generation.formed:
-        await _begin_turn(exchange, reply)
-    async with aclosing(reply.generation.batches(stream)) as batches:
-        async for batch in batches:
-            if stream and not exchange.begun:
-                await _begin_turn(exchange, reply)
-            data = b"".join(map(typed_event, reply.take(batch)))
-            if stream and data:
-                await exchange.events(data)
-    if stream:
-        await exchange.end(b"".join(map(typed_event, reply.closing())))
-    else:
-        await exchange.reply_json(reply.whole())
-
-
-async def _begin_turn(exchange: Exchange, reply: TurnReply) -> None:
-    await exchange.begin_events()
-    await exchange.events(b"".join(map(typed_event, reply.opening())))
-
-
-async def _aside(data: bytes, work: Callable[[], Result]) -> Result:
+async def _aside(exchange: Exchange, work: Callable[[], Result]) -> Result:
     """Do what may take long, for a large body, in another thread."""
-    return work() if len(data) <= INLINE_BYTES else await asyncio.to_thread(work)
+    return work() if exchange.length <= INLINE_BYTES else await asyncio.to_thread(work)
 
 
 def _name(exchange: Exchange, body: SamplingBody) -> str:
     """The request's: the header's, else the body's, else a new one."""
     given = body.request_id
-    if given is None or exchange.headers.get("x-request-id"):
-        return exchange.request_id
-    if not REQUEST_ID.fullmatch(given):
+    if given is not None and not REQUEST_ID.fullmatch(given):
         raise BadRequest("request_id must be 1 to 128 visible ASCII characters", param="request_id")
-    return given
+    return exchange.request_id if given is None or exchange.headers.get("x-request-id") else given
 
 
 def _top_logprobs(served: Served, body: ChatBody) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import hashlib
 import os
 import socket
 import threading
@@ -36,6 +37,7 @@ from rvllm.text.answer import Families
 from rvllm.text.completion import default_params, open_tokenizer
 from rvllm.text.token_text import TokenTexts
 from rvllm.text.tokenizer import Tokenizer
+from rvllm.version import VERSION
 
 LAST_WORDS_S = 5
 """From the end of the time that requests may go on to the end of their connections."""
@@ -69,7 +71,7 @@ class Serving:
             admission=Admission(bars, keys=len(server.api_key), cells=cells, place=place),
             habits=server,
         )
-        self._server, self._log, self._seed = server, log, config.seed
+        self._config, self._server, self._log, self._seed = config, server, log, config.seed
         self._listening_s = process_age_s()
         app = App(
             routes(self.front),
@@ -106,7 +108,11 @@ class Serving:
         self.front.metrics = metrics
         families = Families.of(tokenizer, self._server.tool_call_parser, self._server.reasoning_parser)
         texts = TokenTexts(tokenizer)
-        self.front.served = Served(tokenizer, texts, defaults, self._seed, facts, client, families, kwargs)
+        content_format = self._server.chat_template_content_format
+        self.front.fingerprint = fingerprint(self._config, self._server, facts)
+        self.front.served = Served(
+            tokenizer, texts, defaults, self._seed, facts, client, families, kwargs, content_format
+        )
         if self._server.structured_outputs_config is not None:
             self._teaching = asyncio.ensure_future(self._teach())
 
@@ -143,6 +149,17 @@ def open_text(config: EngineConfig, progress: Progress) -> Text:
     tokenizer = open_tokenizer(config, files, progress)
     tokenizer.check_fits(source.config.vocab_size)
     return tokenizer, source.config.vocab_size, default_params(config, source.generation)
+
+
+def fingerprint(config: EngineConfig, server: ServerConfig, facts: Facts) -> str | None:
+    """Of what texts may depend on beside their requests: replies tell it as system_fingerprint."""
+    settings = hashlib.sha256(f"{VERSION} {facts.device} {facts.cache} {config}".encode()).hexdigest()[:8]
+    return {
+        "full": f"rvllm-{VERSION}-{settings}",
+        "hash": settings,
+        "custom": server.fingerprint_value,
+        "none": None,
+    }[server.fingerprint_mode]
 
 
 def ready_words(names: tuple[str, ...], facts: Facts) -> str:

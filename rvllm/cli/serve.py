@@ -135,6 +135,16 @@ habits = chain(
     ),
     server_option("--enable-force-include-usage/--disable-force-include-usage", help="Tell every stream's usage."),
     server_option(
+        "--trust-request-chat-template/--no-trust-request-chat-template",
+        help="A chat may bring its own chat_template, which runs in the sandbox.",
+    ),
+    server_option(
+        "--chat-template-content-format",
+        type=click.Choice(["auto", "string", "openai"]),
+        show_default=True,
+        help="Of messages as the template sees them; openai: lists of parts.",
+    ),
+    server_option(
         "--default-chat-template-kwargs",
         metavar="JSON",
         callback=json_object,
@@ -142,6 +152,27 @@ habits = chain(
     ),
 )
 """Of requests that say nothing of it."""
+
+told = chain(
+    server_option("--response-role", metavar="ROLE", show_default=True, help="In answers to chats."),
+    server_option(
+        "--enable-per-request-metrics/--disable-per-request-metrics", help="Tell in replies how long they took."
+    ),
+    server_option(
+        "--fingerprint-mode",
+        type=click.Choice(["full", "hash", "custom", "none"]),
+        show_default=True,
+        help="Of system_fingerprint; full: version and settings.",
+    ),
+    server_option("--fingerprint-value", metavar="TEXT", help="With --fingerprint-mode custom."),
+    server_option(
+        "--enable-tokenizer-info-endpoint/--disable-tokenizer-info-endpoint",
+        help="GET /tokenizer_info: special tokens and chat template.",
+    ),
+    server_option("--disable-fastapi-docs/--enable-fastapi-docs", help="No /docs and no /openapi.json."),
+    server_option("--enable-offline-docs/--disable-offline-docs", help="Changes nothing: /docs needs no net."),
+)
+"""What the server tells of itself."""
 
 _LIST: dict[str, Any] = {"metavar": "LIST", "callback": words}
 
@@ -253,6 +284,7 @@ def structured_outputs_config(
 @tls
 @limits
 @habits
+@told
 @pages
 @logs
 @setting("seed", type=int, help="Of requests that bring none.  [default: from the system]")
@@ -261,9 +293,9 @@ def structured_outputs_config(
 def serve(model_argument: str | None, quiet: bool, verbose: bool, **options: Any) -> None:
     """Serve MODEL to OpenAI's clients, until SIGTERM or Ctrl-C; a second one ends at once.
 
-    Answers GET /health, /ping, /version, /v1/models, /metrics, /load and POST /v1/completions, /v1/chat/completions,
-    /v1/responses, /v1/messages, /tokenize, /detokenize. The port is open at once, and /health is 503 until the model
-    is loaded.
+    Answers GET /health, /ping, /version, /v1/models, /metrics, /load, /docs, /openapi.json and POST /v1/completions,
+    /v1/chat/completions, /v1/responses, /v1/messages, /tokenize, /detokenize. The port is open at once, and /health is
+    503 until the model is loaded.
     """
     from rvllm.config import EngineConfig
 
@@ -272,6 +304,10 @@ def serve(model_argument: str | None, quiet: bool, verbose: bool, **options: Any
         raise click.UsageError("--api-key is empty")
     if given["max_requests_per_key"] is not None and not given["api_key"]:
         raise click.UsageError("--max-requests-per-key is for a server with keys: there is no --api-key")
+    if (given["fingerprint_mode"] == "custom") != bool(given["fingerprint_value"]):
+        raise click.UsageError(
+            "--fingerprint-value is the value of --fingerprint-mode custom, and each needs the other"
+        )
     if model_argument is not None:
         options["model"] = model_argument
     with Talk(quiet=quiet, verbose=verbose) as talk:

@@ -22,7 +22,7 @@ GREEDY_TEMPERATURE = 1e-5
 _FLOAT32_MAX = 3.4028234663852886e38  # parameters travel to the device as float32
 _FLOAT32_TINY = 2.0**-126  # the smallest that every device holds: a division by it is not one by 0
 _INT64_MAX = 2**63 - 1
-_BIAS_LIMIT = 100.0
+BIAS_LIMIT = 100.0
 _DECIMAL = re.compile(r"-?[0-9]{1,19}")
 
 
@@ -76,9 +76,9 @@ class SamplingParams:
     speculate: bool = True
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _REAL_RANGES.items():
+        for name, (low, high) in REAL_RANGES.items():
             self._set(name, _real(name, getattr(self, name), low, high))
-        for name, (least, most) in _WHOLE_RANGES.items():
+        for name, (least, most) in WHOLE_RANGES.items():
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
                 self._set(name, _whole(name, value, least, most))
@@ -149,7 +149,7 @@ class SamplingParams:
                     )
 
 
-_REAL_RANGES = {
+REAL_RANGES = {
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
     "repetition_penalty": (_FLOAT32_TINY, _FLOAT32_MAX),
@@ -157,7 +157,7 @@ _REAL_RANGES = {
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
 }
-_WHOLE_RANGES = {
+WHOLE_RANGES = {
     "n": (1, _INT64_MAX),
     "top_k": (-1, _INT64_MAX),
     "seed": (-(2**63), _INT64_MAX),
@@ -232,7 +232,7 @@ def _biases(given: object) -> Mapping[int, float] | None:
         return None
     if not isinstance(given, Mapping):
         raise _refusal("logit_bias", given, "an object of token id to bias")
-    biases = {_bias_id(key): _real("logit_bias", value, -_BIAS_LIMIT, _BIAS_LIMIT) for key, value in given.items()}
+    biases = {_bias_id(key): _real("logit_bias", value, -BIAS_LIMIT, BIAS_LIMIT) for key, value in given.items()}
     if len(biases) < len(given):
         raise BadRequest("logit_bias names a token id twice", param="logit_bias")
     return biases

@@ -47,14 +47,14 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         object.__setattr__(self, "json", _schema(self.json))
         object.__setattr__(self, "choice", _choice(self.choice))
-        object.__setattr__(self, "json_object", self.json_object or None)
         for name in ("regex", "grammar", "whitespace_pattern", "after"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise _wrong(f"{name} has to be a text that is not empty")
         for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
-            if getattr(self, name) not in (True, False, None):
+            if not isinstance(getattr(self, name), bool | None):
                 raise _wrong(f"{name} has to be true or false")
+        object.__setattr__(self, "json_object", self.json_object or None)
         given = [name for name in KINDS if getattr(self, name) is not None]
         if len(given) != 1:
             raise _wrong(f"exactly one of {', '.join(KINDS)} has to be given, there is {' and '.join(given) or 'none'}")

@@ -73,10 +73,12 @@ class ChatTemplate:
         documents: object = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        content_format: str = "auto",
         kwargs: Mapping[str, object] = MappingProxyType({}),
     ) -> str:
         """The prompt for `messages`, a list in OpenAI's format; `kwargs` are further names for the template.
 
+        content_format: the template sees contents as a "string", as lists of parts ("openai"), or as it seems to want.
         continue_final_message: the prompt ends with the last message's text as it was sent, blanks at its end
         included even where the template trims, and nothing after it.
         A role `developer` that the template never names is shown to it as `system`.
@@ -91,7 +93,7 @@ class ChatTemplate:
             )
         if clash := sorted(set(kwargs).intersection(_RESERVED)):
             raise BadRequest(f"chat_template_kwargs must not set {clash[0]}", param="chat_template_kwargs")
-        shaped = self._shape(normalise(messages))
+        shaped = self._shape(normalise(messages), content_format)
         names = self._tokens | dict(kwargs)
         names["tools"] = _given("tools", check_tools(tools))
         names["documents"] = _given("documents", documents)
@@ -107,10 +109,12 @@ class ChatTemplate:
             )
         return text[: text.rindex(end)].replace(end, "")
 
-    def _shape(self, messages: Sequence[Message]) -> list[Message]:
+    def _shape(self, messages: Sequence[Message], content_format: str) -> list[Message]:
         if "developer" not in self.source:
             messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
-        if not self.loops_over_content:
+        if content_format == "openai":
+            return split_texts(messages)
+        if content_format == "string" or not self.loops_over_content:
             return join_parts(messages)
         return list(messages) if self._tests_content_type else split_texts(messages)
 

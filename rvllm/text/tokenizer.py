@@ -73,6 +73,20 @@ class Tokenizer:
         """The template of conversations without tools; None for models that have none."""
         return self._templates.get(DEFAULT_TEMPLATE)
 
+    def info(self) -> dict[str, object]:
+        """What clients that make prompts themselves need to know, by the names of tokenizer_config.json."""
+        template, added = self.chat_template, self._backend.get_added_tokens_decoder()
+        tokens = {f"{name}_token": self._parts.tokens.get(f"{name}_token") for name in ("bos", "eos", "unk", "pad")}
+        return tokens | {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "vocab_size": self.vocab_size,
+            "add_bos_token": self.add_bos,
+            "added_tokens_decoder": {
+                str(number): {"content": token.content, "special": token.special} for number, token in added.items()
+            },
+            "chat_template": None if template is None else template.source,
+        }
+
     def check_fits(self, vocab_size: int) -> None:
         """Raises TokenizerError when there are token ids that a model of `vocab_size` rows has no row for."""
         if self.vocab_size > vocab_size:
@@ -113,11 +127,13 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
+        content_format: str = "auto",
         **kwargs: object,
     ) -> list[int]:
         """Ids of a conversation in OpenAI's format; `kwargs` are further names for the template.
 
         No BOS is added: templates write their own. Special-token text in messages, tools or documents stays text.
+        content_format: as ChatTemplate.render has it.
         chat_template: used in place of the model's. With tools, the model's `tool_use` template where it has one.
         Raises BadRequest as ChatTemplate.render does, and when there is no template or the given one is broken.
         """
@@ -129,6 +145,7 @@ class Tokenizer:
             documents=guard.documents,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            content_format=content_format,
             kwargs=guard.kwargs,
         )
         # Templates may have written it as ASCII.

@@ -12,7 +12,7 @@ import pytest
 
 from rvllm.api.cors import Cors
 from rvllm.api.errors import HttpError
-from rvllm.api.http import App, Exchange, Routes, Rules, while_connected
+from rvllm.api.http import App, Exchange, Route, Routes, Rules, while_connected
 from rvllm.api.log import Log
 from rvllm.api.requests import ChatBody, CompletionBody, SamplingBody, parse
 from rvllm.errors import BadRequest, EngineDied, PromptTooLong
@@ -64,10 +64,10 @@ def failing(error: Exception, begun: bool = False) -> Routes:
             await exchange.events(b"data: 1\n\n")
         raise error
 
-    return {"/a": {"POST": handler}}
+    return {"/a": {"POST": Route(handler)}}
 
 
-ECHO: Routes = {"/a": {"POST": echo}, "/b/": {"GET": echo}}
+ECHO: Routes = {"/a": {"POST": Route(echo)}, "/b/": {"GET": Route(echo)}}
 
 
 def test_a_body_comes_in_parts() -> None:
@@ -162,7 +162,7 @@ def test_work_is_cancelled_when_its_client_goes_away() -> None:
         await exchange.body()
         await while_connected(exchange, work())
 
-    assert ask({"/a": {"POST": handler}}) == (0, {}, b"") and ended == ["cancelled"]
+    assert ask({"/a": {"POST": Route(handler)}}) == (0, {}, b"") and ended == ["cancelled"]
 
 
 def test_an_error_of_the_work_is_the_answer_while_the_client_is_there() -> None:
@@ -335,3 +335,22 @@ def test_a_vocabulary_has_every_tokens_bytes_as_it_stands_in_a_text(kind: str, t
     assert vocabulary.tokens[made.id("<|eos|>")] == b"<|eos|>"
     assert {"<|eos|>", "<|im_start|>"} <= {vocabulary.tokens[token].decode() for token in vocabulary.special_ids}
     assert made.id("<|im_end|>") not in vocabulary.special_ids
+
+
+def test_a_whole_number_may_be_written_as_a_fraction() -> None:
+    """To JSON Schema 1.0 is an integer, and some languages write it so."""
+    body = parse(
+        b'{"prompt": "x", "max_tokens": 3.0, "stop_token_ids": [1.0, 2], "temperature": 2, "n": 1e0}', CompletionBody
+    )
+    assert (body.max_tokens, body.stop_token_ids, body.temperature, body.n) == (3, [1, 2], 2.0, 1)
+    for wrong in (
+        b'{"max_tokens": 3.5}',
+        b'{"max_tokens": 1e300}',
+        b'{"max_tokens": 3.0, "x": 1}',
+        b'{"n": 1.0, "echo": 1.0}',
+    ):
+        with pytest.raises(HttpError) as refused:
+            parse(wrong, CompletionBody)
+        assert refused.value.status == 400 and refused.value.param in ("max_tokens", "x", "echo")
+    with pytest.raises(HttpError, match="nested too deeply"):
+        parse(b'{"n": 1.5, "prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", CompletionBody)

@@ -43,6 +43,18 @@ def test_a_conversation_is_written_as_the_template_says() -> None:
     assert render(CHATML, HI, add_generation_prompt=False) == "<|im_start|>user\nhi<|im_end|>\n"
 
 
+@pytest.mark.parametrize(("form", "seen"), [("string", "a\nb"), ("openai", "[a][b]"), ("auto", "a\nb")])
+def test_contents_are_shown_as_it_is_said(form: str, seen: str) -> None:
+    """The template hides that it loops over them, so that "auto" takes it for one of texts."""
+    source = (
+        "{% set parts = messages[0]['con' ~ 'tent'] %}{% if parts is string %}{{ parts }}"
+        "{% else %}{% for p in parts %}[{{ p.text }}]{% endfor %}{% endif %}"
+    )
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert render(source, parts, content_format=form) == seen
+    assert render(PARTS, parts, content_format="string") == "[][][]"
+
+
 def test_blocks_leave_no_blank_lines_behind() -> None:
     assert render("{% if true %}\n  {% for m in messages %}\nx\n  {% endfor %}\n{% endif %}\n") == "x\n"
 
