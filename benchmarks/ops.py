@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from rvllm.backend.cuda.kernels import Gpu
-from rvllm.backend.cuda.lower import FUSIONS, Bucket, Launch, lower
+from rvllm.backend.cuda.launch import Bucket, Launch
+from rvllm.backend.cuda.lower import FUSIONS, lower
 from rvllm.backend.cuda.model import CudaModel, StepLimits
 from rvllm.backend.cuda.step_block import padded_sequences
 from rvllm.cli.measure import check_ops

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from rvllm.backend.cuda.kernels import Gpu
-from rvllm.backend.cuda.lower import Launch
+from rvllm.backend.cuda.launch import Launch
 from rvllm.backend.cuda.sampling import DeviceSampler
 from rvllm.program.dtype import Float32
 from rvllm.sampling.params import SamplingParams

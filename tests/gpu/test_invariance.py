@@ -16,9 +16,10 @@ import pytest
 
 from rvllm import LLM, SamplingParams
 from rvllm.backend.cpu import CpuModel
-from rvllm.backend.cuda import lower as lowering
+from rvllm.backend.cuda import products
 from rvllm.backend.cuda.check import Checker
-from rvllm.backend.cuda.lower import Bucket, Target, lower, workspace
+from rvllm.backend.cuda.launch import Bucket, Target
+from rvllm.backend.cuda.lower import lower, workspace
 from rvllm.backend.cuda.matrix_maps import MatrixMaps
 from rvllm.backend.cuda.model import CudaModel
 from rvllm.engine.request import Sequence
@@ -129,7 +130,7 @@ def test_products_that_are_launched_slice_by_slice_have_the_bits_of_few_tokens(
     tier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On t90a slices are of as many tokens as the parts of a deep, narrow weight leave workspace for: here of 64."""
-    monkeypatch.setattr(lowering, "WIDE_MULTIPROCESSORS", 2)
+    monkeypatch.setattr(products, "WIDE_MULTIPROCESSORS", 2)
     host, rng = HostDevice(tier), np.random.default_rng(3)
     tokens, rows, depth = 130, 24, 4096
 

@@ -10,7 +10,7 @@ import pytest
 
 from rvllm.backend.cuda import cold, weights
 from rvllm.backend.cuda.kernels import Gpu
-from rvllm.backend.cuda.lower import Launch
+from rvllm.backend.cuda.launch import Launch
 from rvllm.backend.cuda.model import CudaModel
 from rvllm.backend.cuda.weights import expand_grid
 from rvllm.errors import CheckpointError

@@ -189,7 +189,7 @@ def test_a_kernel_that_reads_outside_its_memory_ends_generate_with_exit_code_1(g
 import sys
 from rvllm.__main__ import Interrupts, run
 from rvllm.backend.cuda.kernels import Gpu
-from rvllm.backend.cuda.lower import Launch
+from rvllm.backend.cuda.launch import Launch
 replay, steps = Gpu.replay, []
 def spoilt(self, graph):
     steps.append(graph)

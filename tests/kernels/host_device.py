@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from rvllm.backend.cuda.context import Graph
 from rvllm.backend.cuda.kernels import read_manifest
-from rvllm.backend.cuda.lower import Launch
+from rvllm.backend.cuda.launch import Launch
 from tests.kernels import shim
 from tests.kernels.device import ShimMemory
 

@@ -18,7 +18,8 @@ import pytest
 from rvllm.backend.cpu import CpuModel
 from rvllm.backend.cuda.check import Checker
 from rvllm.backend.cuda.context import Graph
-from rvllm.backend.cuda.lower import FUSIONS, Launch
+from rvllm.backend.cuda.launch import Launch
+from rvllm.backend.cuda.lower import FUSIONS
 from rvllm.backend.cuda.matrix_maps import AT_ONCE, MAP_BYTES, MatrixMaps
 from rvllm.backend.cuda.model import CudaModel, StepLimits
 from rvllm.backend.cuda.slots import slot_bytes

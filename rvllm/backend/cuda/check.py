@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rvllm.backend.cpu import define_op
-from rvllm.backend.cuda.lower import LINEAR_TOKENS
 from rvllm.backend.cuda.model import CudaModel
+from rvllm.backend.cuda.products import LINEAR_TOKENS
 from rvllm.model.checkpoint import Checkpoint
 from rvllm.program.dtype import BF16, E4M3, F16, F32, DType, Float32, load, round_to
 from rvllm.program.ops import Attention, Embedding, Kind, Linear, Norm, Op, RopeKV, Tensor, kernel_stem, parts, reads

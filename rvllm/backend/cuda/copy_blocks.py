@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from rvllm.backend.cuda.kernels import Device
-from rvllm.backend.cuda.lower import Launch
+from rvllm.backend.cuda.launch import Launch
 
 WORD_BYTES = 16
 

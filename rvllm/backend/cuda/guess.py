@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rvllm.backend.cuda.kernels import Device
-from rvllm.backend.cuda.lower import Launch
+from rvllm.backend.cuda.launch import Launch
 from rvllm.program.program import Int32
 from rvllm.sampling.lookup import MOST_ROWS, Guessing, Past
 

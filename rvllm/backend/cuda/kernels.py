@@ -19,7 +19,7 @@ import numpy.typing as npt
 from rvllm.backend.cuda.compiled import module_loader
 from rvllm.backend.cuda.context import Context, Graph, Kernel
 from rvllm.backend.cuda.driver import driver_version, ptx_tier
-from rvllm.backend.cuda.lower import Launch
+from rvllm.backend.cuda.launch import Launch
 from rvllm.errors import DeviceError
 
 TIERS = ("t70", "t75", "t80", "t89", "t90", "t90a")

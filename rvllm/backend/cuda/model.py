@@ -17,7 +17,8 @@ from rvllm.backend.cuda.context import Graph
 from rvllm.backend.cuda.copy_blocks import BlockCopier
 from rvllm.backend.cuda.guess import Guesser
 from rvllm.backend.cuda.kernels import Device
-from rvllm.backend.cuda.lower import Bucket, Launch, Target, lower, workspace
+from rvllm.backend.cuda.launch import Bucket, Launch, Target
+from rvllm.backend.cuda.lower import lower, workspace
 from rvllm.backend.cuda.matrix_maps import MatrixMaps
 from rvllm.backend.cuda.sampling import DeviceSampler, row_bytes
 from rvllm.backend.cuda.slots import slot_bytes

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from rvllm.backend.cuda.context import Graph
 from rvllm.backend.cuda.kernels import Device
-from rvllm.backend.cuda.lower import Launch
+from rvllm.backend.cuda.launch import Launch
 from rvllm.backend.cuda.slots import Place, Slots
 from rvllm.errors import EngineError
 from rvllm.sampling.sampler import Sampled, SamplingRow

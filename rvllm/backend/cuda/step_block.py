@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rvllm.backend.cuda.lower import Launch, Target, decode_pieces
+from rvllm.backend.cuda.launch import Launch, Target
+from rvllm.backend.cuda.lower import decode_pieces
 from rvllm.program.ops import Attention, parts
 from rvllm.program.program import Int32, Program, Step
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from rvllm.backend.cuda.cold import Extent, copy_cold, is_resident
 from rvllm.backend.cuda.kernels import Device
-from rvllm.backend.cuda.lower import Launch, suffix
+from rvllm.backend.cuda.launch import Launch, suffix
 from rvllm.model.checkpoint import Checkpoint, FileCheckpoint
 from rvllm.model.dummy import DummyCheckpoint, recipe
 from rvllm.program.dtype import DType

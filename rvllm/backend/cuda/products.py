@@ -1,0 +1,173 @@
+"""Products with a weight to launches: which kernel, how its tiles are cut, and what it needs of the workspace.
+
+Up to LINEAR_TOKENS a token's bits follow from the weight's shape alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rvllm.backend.cuda.launch import Launch, Target, covering, rows_of, suffix, width_of
+from rvllm.program.dtype import F32
+from rvllm.program.ops import ActMul, Add, Linear, Tensor
+from rvllm.program.program import joined_name
+
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+LINEAR_TOKENS = 64  # up to here weights are streamed past the tokens, beyond they meet in tiles
+WIDE_TOKENS = 32  # beyond, warpgroups multiply where there are any
+WIDE_SHARED_BYTES = {64: 99328, 128: 197632, 192: 230400}  # of a tile of gemm_t90a, with 64 tokens or by its slots
+WIDE_MULTIPROCESSORS = 144  # no GPU of tier t90a has more
+ALONE_SHARED_BYTES = 116 << 10  # more than half of what a multiprocessor of tier t90a has
+
+
+def products(op: Linear, after: object, target: Target) -> list[Launch]:
+    """A product with what follows it in the same kernel: nothing, ActMul, or Add (then the other addend is read)."""
+    tokens, depth = rows_of(op.out, target.bucket), width_of(op.x)
+    wide = target.tier == "t90a" and depth % 8 == 0 and tokens > WIDE_TOKENS
+    at_once = tokens
+    if target.batch_invariant and tokens > LINEAR_TOKENS:
+        at_once = _wide_tokens(op, after, target) if wide else LINEAR_TOKENS
+    return [
+        _product(op, after, target, first, min(at_once, tokens - first), wide) for first in range(0, tokens, at_once)
+    ]
+
+
+def _product(op: Linear, after: object, target: Target, begin: int, tokens: int, wide: bool) -> Launch:
+    """The product of tokens [begin, begin + tokens)."""
+    rows, depth = sum(weight.sizes({})[0] for weight in op.weights), width_of(op.x)
+    few = tokens <= LINEAR_TOKENS
+    bias = target.address(joined_name(op.biases)) if op.biases else 0
+
+    def address(tensor: Tensor) -> int:
+        return target.address(tensor.name) + begin * tensor.dtype.nbytes(width_of(tensor))
+
+    x, weight = address(op.x), target.address(joined_name(op.weights))
+    if wide:
+        most = _tile_tokens(tokens, target)
+        x = target.matrix_map(x, tokens, depth, most)
+        weight = target.matrix_map(weight, rows, depth, _wide_slots(after, most) // 2)
+    inputs = [x, weight, bias]
+    if isinstance(after, ActMul):
+        name, out, tiles = "act_mul", after.out, 16 * covering(rows // 2, 8)
+        values: tuple[int | float, ...] = (tokens, rows // 2, depth, ACTIVATIONS[after.activation])
+    elif isinstance(after, Add):
+        name, out, tiles = "add", after.out, rows
+        inputs.append(address(after.y if after.x == op.out else after.x))
+        values = (tokens, rows, depth)
+    else:
+        name, out, tiles = ("f32" if op.out.dtype is F32 else ""), op.out, rows
+        values = (tokens, rows, depth)
+    stem = "_".join(filter(None, ("linear" if few and not wide else "gemm", name)))
+    entry = f"{stem}_{suffix(op.x.dtype)}"
+    arguments = (*inputs, address(out), *values)
+    if wide:
+        return _wide(stem, suffix(op.x.dtype), tokens, tiles, rows, depth, after, arguments, target)
+    if few:
+        return _streaming(stem, entry, tokens, tiles, depth, arguments, target)
+    return _tiled(stem, entry, tokens, rows, arguments, target)
+
+
+def _streaming(
+    stem: str, entry: str, tokens: int, rows: int, depth: int, arguments: tuple[int | float, ...], target: Target
+) -> Launch:
+    """linear.cu's launch: 16-row tiles of the weights, and parts of the depth where tiles are few."""
+    most = next(size for size in (8, 16, 32, 64) if size >= tokens)
+    split = _depth_parts(rows, depth)
+    # Two tiles a block read x half as often, as long as there are blocks for three quarters of the GPU; few tokens of a
+    # short depth are read fast enough (benchmarks/LOG.md).
+    wide = covering(rows, 32) * split * 4 >= 3 * target.multiprocessors
+    tall = 2 if wide and (tokens > 8 or depth >= 2048) else 1
+    pieces = 2 * tall + most // 8
+    shared = 4096 * pieces * min(6, 24 // pieces) if target.tensor_cores else 64 * tall * most
+    grid = (covering(rows, 16 * tall), split)
+    if target.tier == "t90a" and grid[0] * split <= target.multiprocessors:
+        # No two on one multiprocessor: while the grid before ends, the first that are free would get all of them.
+        shared = max(shared, ALONE_SHARED_BYTES)
+    return Launch(stem, f"{entry}_m{most}", grid, 256, shared, (*arguments, target.workspace, target.counters))
+
+
+def _depth_parts(rows: int, depth: int) -> int:
+    """How many blocks share a tile's depth. Part of the result's bits: a function of the weight's shape alone."""
+    return max(1, min(8, covering(96, covering(rows, 16)), depth // 2048))
+
+
+def _tiled(stem: str, entry: str, tokens: int, rows: int, arguments: tuple[int | float, ...], target: Target) -> Launch:
+    """gemm.cu's launch; the tile's size changes no bits."""
+    tile = 128 if covering(tokens, 128) * covering(rows, 128) >= target.multiprocessors else 64
+    grid = (covering(tokens, tile), covering(rows, tile))
+    return Launch(stem, f"{entry}_tile{tile}", grid, 128, 49152 if target.tensor_cores else 0, arguments)
+
+
+def _wide(
+    stem: str,
+    element: str,
+    tokens: int,
+    slots: int,
+    rows: int,
+    depth: int,
+    after: object,
+    arguments: tuple[int | float, ...],
+    target: Target,
+) -> Launch:
+    """gemm_t90a.cu's launch: tiles that would leave most of the GPU idle in the last wave are cut along the depth.
+
+    Tiles of 64 tokens have the bits of linear, two of their blocks fit on a multiprocessor.
+    """
+    most = _tile_tokens(tokens, target)
+    at_once = target.multiprocessors * (2 if most == 64 else 1)
+    tiles = covering(tokens, most) * _wide_tiles(rows, after, most)
+    splits = _depth_parts(slots, depth) if most == 64 else 1
+    whole = 0 if splits > 1 else tiles - tiles % at_once
+    room = at_once // max(tiles - whole, 1)  # blocks for a tile
+    if most == 64:
+        parts = next(count for count in (8, 4, 2, 1) if count <= max(room, min(splits, 2)))
+        arguments = (*arguments, splits)
+    else:
+        parts = max(1, min(room, most // 16, covering(depth, 128 if most == 256 else 256)))
+    grid = (whole + (tiles - whole) * parts,)
+    where = (whole, parts, target.workspace, target.counters)
+    entry = f"{stem}_t90a_{element}_n{most}"
+    width = _wide_slots(after, most)
+    shared = WIDE_SHARED_BYTES[64 if most == 64 else width]
+    return Launch(f"{stem}_t90a", entry, grid, 2 * width, shared, (*arguments, *where))
+
+
+def _tile_tokens(tokens: int, target: Target) -> int:
+    """Tokens of a tile of gemm_t90a.cu."""
+    return 64 if target.batch_invariant else next((size for size in (64, 128) if tokens <= size), 256)
+
+
+def _wide_slots(after: object, most: int) -> int:
+    """Slots of a tile of gemm_t90a.cu. Gate and up have rows enough for tiles that read less and leave in one wave."""
+    return 192 if isinstance(after, ActMul) and most > 64 else 128
+
+
+def _wide_tiles(rows: int, after: object, most: int) -> int:
+    """Tiles that cover a weight's rows: act_mul has as many gate rows and their up rows in a tile."""
+    slots = _wide_slots(after, most)
+    return covering(rows // 2, slots // 2) if isinstance(after, ActMul) else covering(rows, slots)
+
+
+def _wide_tokens(op: Linear, after: object, target: Target) -> int:
+    """How many tokens gemm_t90a.cu takes at a time in tiles of 64: where all are cut, their parts need workspace."""
+    rows, depth = sum(weight.sizes({})[0] for weight in op.weights), width_of(op.x)
+    splits = _depth_parts(16 * covering(rows // 2, 8) if isinstance(after, ActMul) else rows, depth)
+    if splits == 1:
+        return rows_of(op.out, target.bucket)
+    return LINEAR_TOKENS * max(1, WIDE_MULTIPROCESSORS // (splits * _wide_tiles(rows, after, LINEAR_TOKENS)))
+
+
+def product_workspace(ops: Iterable[Linear], tier: str) -> tuple[int, int]:
+    """(bytes of float partials, bytes of counters) that the largest product of these needs on a GPU of that tier."""
+    partial, counters = 4, 4
+    if tier == "t90a":  # _wide, tiles of 64 tokens
+        partial, counters = WIDE_MULTIPROCESSORS * 262144, 8 * WIDE_MULTIPROCESSORS
+    for op in ops:
+        rows, depth = sum(weight.sizes({})[0] for weight in op.weights), width_of(op.x)
+        rows = 16 * covering(rows, 8)  # act_mul pairs rows in tiles of eight
+        split = _depth_parts(rows, depth)
+        partial = max(partial, 64 * LINEAR_TOKENS * split * (covering(rows, 16) + 1))
+        if split > 1 and tier == "t90a":
+            partial = max(partial, 262144 * split * covering(rows, 128))
+        counters = max(counters, 4 * covering(rows, 16))
+    return partial, counters
