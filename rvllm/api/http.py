@@ -191,7 +191,7 @@ Handler = Callable[[Exchange], Awaitable[None]]
 Ended = Callable[[Exchange], None]
 Fault = Callable[[BaseException, Exchange], None]
 Routes = Mapping[str, Mapping[str, Handler]]
-"""path -> method -> handler. A path that ends in / takes all that begin with it."""
+"""path -> method -> handler. A path that ends in / takes all that begin with it, but for / itself."""
 
 
 def openai_error(error: HttpError, in_stream: bool) -> bytes:
@@ -222,7 +222,7 @@ class App:
         fault: Fault = lambda error, exchange: None,
     ) -> None:
         self._routes = routes
-        self._prefixes = [path for path in routes if path.endswith("/")]
+        self._prefixes = [path for path in routes if path.endswith("/") and path != "/"]
         self._keys = [_digest(key.encode()) for key in keys]
         self._open = frozenset(open_routes)
         self._rules, self._ended, self._fault = rules, ended, fault

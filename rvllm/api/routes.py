@@ -13,6 +13,7 @@ from rvllm.api.front import Front, Generation, Prompt, Served
 from rvllm.api.http import DONE, REQUEST_ID, Exchange, Routes, event, while_connected
 from rvllm.api.messages import CountBody, MessageReply, MessagesBody
 from rvllm.api.messages import error_shape as anthropic_error
+from rvllm.api.page import WebPage
 from rvllm.api.prompts import chat_ids, completion_prompts, cut, tokenize_ids
 from rvllm.api.replies import ChatReply, CompletionReply, Reply
 from rvllm.api.requests import (
@@ -34,7 +35,7 @@ from rvllm.text.token_text import TokenTexts
 from rvllm.text.tool_formats import Mistral
 from rvllm.version import VERSION
 
-OPEN_ROUTES = ("/health", "/ping")
+OPEN_ROUTES = ("/", "/health", "/ping")
 """They need no key."""
 
 COMPLETION_TOKENS = 16
@@ -54,7 +55,9 @@ Result = TypeVar("Result")
 def routes(front: Front) -> Routes:
     """Every path of a front, and what it takes."""
     api = Api(front)
+    page: Routes = {} if front.habits.disable_web_page else {"/": {"GET": WebPage()}}
     return {
+        **page,
         "/health": {"GET": api.health},
         "/ping": {"GET": api.health, "POST": api.health},
         "/version": {"GET": api.version},
