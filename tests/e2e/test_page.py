@@ -314,21 +314,27 @@ def test_a_stream_that_ends_badly_keeps_what_came_and_says_why(
 
 
 def children(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()]
+    """Those that run a program of their own: one stopped before would hold up its parent, which waits for that."""
+    found = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()]
+    ours = Path(f"/proc/{pid}/cmdline").read_bytes()
+    return [child for child in found if Path(f"/proc/{child}/cmdline").read_bytes() not in (ours, b"")]
 
 
 def test_a_page_that_was_there_before_the_model_waits_for_it(
     endless: TinyModel, tmp_path: Path, browser: Chrome
 ) -> None:
     with starting(endless.folder, folder=tmp_path / "server") as early:
+        early.told("listening")
         soon(lambda: children(early.process.pid))
         engines = children(early.process.pid)
         for engine in engines:
             os.kill(engine, signal.SIGSTOP)
-        opened(browser, early, expected="loading")
-        assert not one(browser, "#send").is_enabled() and "load" in text(browser, "#state")
-        for engine in engines:
-            os.kill(engine, signal.SIGCONT)
+        try:
+            opened(browser, early, expected="loading")
+            assert not one(browser, "#send").is_enabled() and "load" in text(browser, "#state")
+        finally:  # a process that is stopped would outlive the server
+            for engine in engines:
+                os.kill(engine, signal.SIGCONT)
         soon(lambda: state(browser) == "ready")
         assert one(browser, "#send").is_enabled() and text(browser, "#card-context") == "100,000 tokens"
 
