@@ -67,6 +67,7 @@ OWN_PACKAGES = ("rvllm", "kernels_ptx")
 OWN_FILES = (
     "rvllm/*.py",
     "rvllm/py.typed",
+    "rvllm/api/page.html",
     "kernels_ptx/__init__.py",
     "kernels_ptx/manifest.json",
     "kernels_ptx/ptx/*.ptx",

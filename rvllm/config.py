@@ -157,6 +157,7 @@ class ServerConfig:
     sse_keep_alive_interval  seconds without an event after which a stream has a comment; 0: none (vLLM's default)
     keep_alive_timeout  seconds that a connection may be idle between two requests
     allowed_origins, allowed_methods, allowed_headers, allow_credentials  of web pages elsewhere: CORS; none: no page
+    disable_web_page    no page at / to chat with the model and look at its figures
     return_tokens_as_token_ids   show single tokens as token_id:ID where a request does not say how
     enable_force_include_usage   tell the usage of streams where a request does not say whether
     default_chat_template_kwargs arguments of the chat template that a request does not bring
@@ -211,6 +212,7 @@ class ServerConfig:
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
+    disable_web_page: bool = False
     return_tokens_as_token_ids: bool = False
     enable_force_include_usage: bool = False
     default_chat_template_kwargs: dict[str, Any] | None = None

@@ -218,7 +218,7 @@ class Route:
 
 
 Routes = Mapping[str, Mapping[str, Route]]
-"""path -> method -> route. A path that ends in / takes all that begin with it."""
+"""path -> method -> route. A path that ends in / takes all that begin with it, but for / itself."""
 
 
 def event(value: object) -> bytes:
@@ -244,7 +244,7 @@ class App:
         fault: Fault = lambda error, exchange: None,
     ) -> None:
         self._routes = routes
-        self._prefixes = [path for path in routes if path.endswith("/")]
+        self._prefixes = [path for path in routes if path.endswith("/") and path != "/"]
         self._keys = [_digest(key.encode()) for key in keys]
         self._open = frozenset(open_routes)
         self._rules, self._ended, self._fault = rules, ended, fault

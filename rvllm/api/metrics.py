@@ -356,6 +356,9 @@ class EngineFigures(Collector):
         cache = GaugeMetricFamily("vllm:cache_config_info", "The cache's settings.", None, names)
         cache.add_metric([*self._labels.values(), *(value for _, value in facts.cache)], 1)
         yield cache
+        engine = GaugeMetricFamily("rvllm:engine_info", "What computes.", None, [name for name, _ in facts.about])
+        engine.add_metric([value for _, value in facts.about], 1)
+        yield engine
         yield from self._traffic(stats, facts)
 
     def _traffic(self, stats: Stats, facts: Facts) -> Iterator[Metric]:

@@ -14,6 +14,7 @@ from rvllm.api.front import Front, Generation, Prompt, Served
 from rvllm.api.http import REQUEST_ID, Exchange, Handler, Route, Routes, while_connected
 from rvllm.api.messages import CountBody, MessageReply, MessagesBody
 from rvllm.api.messages import error_shape as anthropic_error
+from rvllm.api.page import WebPage
 from rvllm.api.prompts import chat_ids, completion_prompts, cut, tokenize_ids
 from rvllm.api.replies import ChatReply, CompletionReply
 from rvllm.api.reply_types import (
@@ -49,7 +50,7 @@ from rvllm.text.token_text import TokenTexts
 from rvllm.text.tool_formats import Mistral
 from rvllm.version import VERSION
 
-OPEN_ROUTES = ("/health", "/ping")
+OPEN_ROUTES = ("/", "/health", "/ping")
 """They need no key."""
 
 COMPLETION_TOKENS = 16
@@ -114,6 +115,8 @@ def routes(front: Front) -> Routes:
     if front.habits.enable_tokenizer_info_endpoint:
         info = Route(api.tokenizer_info, "The tokenizer and its chat template", reply=TokenizerInfo, errors=READY)
         table["/tokenizer_info"] = {"GET": info}
+    if not front.habits.disable_web_page:
+        table["/"] = {"GET": Route(WebPage(), "A page to chat with the model", reply=("text/html",))}
     if not front.habits.disable_fastapi_docs:
         documents = Documents(front, table, OPEN_ROUTES)
         table["/openapi.json"] = {"GET": Route(documents.schema, "This document", reply=("application/json",))}

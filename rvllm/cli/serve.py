@@ -181,8 +181,9 @@ pages = chain(
     server_option("--allowed-methods", **_LIST, help="By which methods.  [default: all]"),
     server_option("--allowed-headers", **_LIST, help="With which headers.  [default: all]"),
     server_option("--allow-credentials/--no-allow-credentials", help="With cookies."),
+    server_option("--disable-web-page/--enable-web-page", help="Our own page at /.  [default: there is one]"),
 )
-"""CORS."""
+"""CORS, and the page that we have ourselves."""
 
 logs = chain(
     server_option(
@@ -293,9 +294,9 @@ def structured_outputs_config(
 def serve(model_argument: str | None, quiet: bool, verbose: bool, **options: Any) -> None:
     """Serve MODEL to OpenAI's clients, until SIGTERM or Ctrl-C; a second one ends at once.
 
-    Answers GET /health, /ping, /version, /v1/models, /metrics, /load, /docs, /openapi.json and POST /v1/completions,
-    /v1/chat/completions, /v1/responses, /v1/messages, /tokenize, /detokenize. The port is open at once, and /health is
-    503 until the model is loaded.
+    Answers GET /, a page to chat with the model, /health, /ping, /version, /v1/models, /metrics, /load, /docs,
+    /openapi.json and POST /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /tokenize, /detokenize.
+    The port is open at once, and /health is 503 until the model is loaded.
     """
     from rvllm.config import EngineConfig
 

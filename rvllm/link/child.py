@@ -14,10 +14,12 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
+from math import prod
 from pathlib import Path
 from types import FrameType
 
@@ -32,6 +34,8 @@ from rvllm.link.server import LAST_WORDS_S, RECEIVE_BYTES, Front, Server
 from rvllm.model.files import locate
 from rvllm.model.source import open_source
 from rvllm.program.cost import Traffic
+from rvllm.program.ops import Embedding, parts
+from rvllm.program.program import Program
 
 PROGRESS_EVERY_S = 0.1
 
@@ -99,8 +103,16 @@ def load(start: Start, say: Say) -> tuple[Engine, Facts]:
     startup = (("open_model", opened_s - begin_s), ("load_engine", time.monotonic() - opened_s))
     name = device_name(device)
     traffic = Traffic.of(engine.program, name, engine.limits.max_model_len)
+    about = (("device", name), ("tier", device_tier(device)), *formats(engine.program))
     return engine, Facts(
-        config.model, name, engine.limits, config.max_logprobs, startup, cache_settings(config, engine.limits), traffic
+        config.model,
+        name,
+        engine.limits,
+        config.max_logprobs,
+        startup,
+        cache_settings(config, engine.limits),
+        traffic,
+        about,
     )
 
 
@@ -123,6 +135,25 @@ def device_name(device: str) -> str:
     from rvllm.backend.cuda.driver import devices
 
     return devices()[0].name
+
+
+def device_tier(device: str) -> str:
+    """Which builds of our kernels the device gets, such as t90a; "cpu" where there are none."""
+    if device == "cpu":
+        return "cpu"
+    from rvllm.backend.cuda.driver import devices, driver_version
+    from rvllm.backend.cuda.kernels import FORCED_TIER, chosen_tier
+
+    return chosen_tier(devices()[0].compute_capability, driver_version(), os.environ.get(FORCED_TIER))
+
+
+def formats(program: Program) -> tuple[tuple[str, str], ...]:
+    """What is computed in, and the formats of the weights, that of most elements first."""
+    elements: Counter[str] = Counter()
+    for tensor in program.weights.values():
+        elements[str(tensor.dtype)] += prod(tensor.sizes({}))
+    activations = next(one.out.dtype for op in program.ops for one in parts(op) if isinstance(one, Embedding))
+    return (("dtype", str(activations)), ("weights", ", ".join(name for name, _ in elements.most_common())))
 
 
 def named(name: str) -> Load:

@@ -43,7 +43,7 @@ class Facts(msgspec.Struct, frozen=True, array_like=True):
     """What a front has to know of the engine. `device`: "cpu", or the GPU's name.
 
     startup_s: what its process did until it was ready, and for how long. cache: the cache's settings, for those who
-    watch it. traffic: None where it is not known.
+    watch it. traffic: None where it is not known. about: names and values that describe the engine to people.
     """
 
     model: str
@@ -53,6 +53,7 @@ class Facts(msgspec.Struct, frozen=True, array_like=True):
     startup_s: tuple[tuple[str, float], ...] = ()
     cache: tuple[tuple[str, str], ...] = ()
     traffic: Traffic | None = None
+    about: tuple[tuple[str, str], ...] = ()
 
 
 # --- From a front

@@ -82,6 +82,7 @@ def test_every_route_is_told_of_with_its_key(document: dict[str, Any]) -> None:
     assert [path for path, methods in document["paths"].items() if not next(iter(methods.values()))["security"]] == [
         "/health",
         "/ping",
+        "/",
     ]
 
 

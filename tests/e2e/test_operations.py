@@ -134,6 +134,7 @@ def test_what_requests_did_is_told_by_vllms_names_and_bounds(model: TinyModel, t
     assert value(found, "vllm:iteration_tokens_total_sum") == (1 + chat + 41 + 9) + (4 + 2 + 4 + 2)
     assert value(found, "rvllm:step_seconds_count") == value(found, "vllm:iteration_tokens_total_count")
     assert value(found, "vllm:cache_config_info", block_size="32") == 1
+    assert value(found, "rvllm:engine_info", device="cpu", tier="cpu", dtype="f32", weights="bf16") == 1
     assert value(found, "vllm:num_requests_running") == value(found, "vllm:num_requests_waiting") == 0
     assert value(found, "vllm:kv_cache_usage_perc") == value(found, "vllm:gpu_cache_usage_perc") == 0
     assert value(found, "vllm:spec_decode_num_drafts_total") == 0
