@@ -30,6 +30,12 @@ def test_gaps_are_gamma_distributed(burstiness: float) -> None:
     assert gaps.std() / gaps.mean() == pytest.approx(1 / math.sqrt(burstiness), rel=0.06)
 
 
+def test_burstiness_leaves_the_mean_gap_of_a_ramp() -> None:
+    for burstiness in (0.25, 4.0):  # a ramp is not stretched, so the gaps' own mean shows
+        due = arrivals(Rate(burstiness=burstiness, ramp_up="linear", start=10, end=10), 20000, seed=4)
+        assert due[-1] == pytest.approx(2000, rel=0.06)  # 4 sigma at 0.25
+
+
 def test_without_a_rate_all_are_due_at_once_and_a_ramp_gets_faster() -> None:
     assert arrivals(Rate(), 3, seed=0) == [0, 0, 0]
     for strategy, middle in (("linear", 50.5), ("exponential", 10.0)):
@@ -94,11 +100,11 @@ def test_a_stream_that_ends_badly_is_an_error(body: bytes, error: str) -> None:
 
 
 def test_events_are_found_wherever_the_pieces_end() -> None:
-    stream = b"event: x\r\ndata: one\r\n\r\n: comment\n\ndata:two\ndata: three\n\n"
+    stream = b"event: x\r\ndata: zero\r\n\r\ndata: one\r\n\r\n: comment\n\ndata:two\ndata: three\n\n"
     for size in range(1, len(stream) + 1):
         reader = Events()
         found = [event for at in range(0, len(stream), size) for event in reader.feed(stream[at : at + size])]
-        assert found == [b"one", b"two\nthree"], size
+        assert found == [b"zero", b"one", b"two\nthree"], size
 
 
 REPLIES = [
