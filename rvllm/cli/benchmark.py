@@ -1,4 +1,4 @@
-"""`rvllm benchmark`: the engine alone, measured: decode by batch, and vLLM's throughput and latency.
+"""`rvllm benchmark`: the engine alone, measured: decode by batch, and vLLM's throughput and latency; beside, a server.
 
 Knows options, and what must be there before anything is measured; how it is measured is rvllm.bench's.
 """
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rvllm.cli.benchmark_serve import serve
 from rvllm.cli.main import debug_option
-from rvllm.cli.options import Size, Sizes, chain, engine_settings, model_setting, setting, talk_options
+from rvllm.cli.options import Size, Sizes, chain, engine_settings, model_setting, range_ratios, setting, talk_options
 from rvllm.cli.talk import Talk
 from rvllm.cli.vllm.command import VllmCommand
 from rvllm.cli.vllm.engine_flags import ENGINE
@@ -105,17 +106,18 @@ class Modes(click.Group):
 @click.group(cls=Modes)
 @debug_option
 def benchmark() -> None:
-    """Measure the engine alone, without HTTP and text. `rvllm benchmark MODEL` means `rvllm benchmark decode MODEL`.
+    """Measure the engine alone, or a server. `rvllm benchmark MODEL` means `rvllm benchmark decode MODEL`.
 
     \b
     rvllm benchmark MODEL --n 1,2,4,...,256 --plot decode.png
     rvllm benchmark MODEL --protocol wall --input-len 128,1k,8k --output-len 32,128,512
     rvllm benchmark throughput --model MODEL --input-len 512 --output-len 128
     rvllm benchmark latency --model MODEL --batch-size 8
+    rvllm benchmark serve --port 8000 --max-concurrency 64 --ignore-eos
 
-    Before a figure there is a check: the same prompts give the same tokens, a row of a batch draws what it draws
-    alone, and on a GPU the ops of a two-layer model of the same widths agree with their definitions. Where it fails,
-    or a speed is beyond what the device's memory bus allows, nothing is printed and the exit code is 1.
+    Before a figure of the engine there is a check: the same prompts give the same tokens, a row of a batch draws what
+    it draws alone, and on a GPU the ops of a two-layer model of the same widths agree with their definitions. Where it
+    fails, or a speed is beyond what the device's memory bus allows, nothing is printed and the exit code is 1.
 
     The last line of stdout is JSON. Prompts are random tokens, all different; a share is of the device's limit, the
     memory bus's or the arithmetic's, whichever is slower. --load-format dummy needs no more than a config.json.
@@ -359,6 +361,9 @@ def latency(
         emit(ready, lines, fields | report.beside_vllms(result.steps, result.share), file, output_json, fields)
 
 
+benchmark.add_command(serve)
+
+
 def model_named(options: dict[str, Any]) -> dict[str, Any]:
     """The options with the model in its place, named as an argument or by --model. Raises UsageError."""
     named = options.pop("model_argument")
@@ -371,19 +376,6 @@ def drop_peers_words(options: dict[str, Any]) -> None:
     """Take out what changes nothing here."""
     for name in ("backend", "dataset_name", "disable_detokenize", "skip_tokenizer_init"):
         options.pop(name, None)
-
-
-def range_ratios(text: str) -> tuple[float, float]:
-    """(of input lengths, of output lengths) from one number or vLLM's JSON object. Raises BadParameter."""
-    try:
-        value = json.loads(text)
-        pair = (value["input"], value["output"]) if isinstance(value, Mapping) else (value, value)
-        one, other = (float(ratio) for ratio in pair)
-    except (ValueError, TypeError, KeyError):
-        raise click.BadParameter(f'{text!r} is neither a number nor {{"input": R, "output": R}}') from None
-    if not (0 <= one < 1 and 0 <= other < 1):
-        raise click.BadParameter(f"{text!r} is not from 0 to below 1")
-    return one, other
 
 
 def emit(

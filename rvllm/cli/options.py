@@ -6,7 +6,7 @@ Numbers of tokens and bytes may have a unit: k m g t (or kB MB GB TB) are decima
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -155,6 +155,21 @@ def speculation(context: click.Context, parameter: click.Parameter, text: str | 
         return None if given is None else Speculation.parse(given)
     except StartError as cause:
         raise click.BadParameter(str(cause)) from None
+
+
+def range_ratios(text: str) -> tuple[float, float]:
+    """(of input lengths, of output lengths) from one number or vLLM's JSON object. Raises BadParameter."""
+    import json
+
+    try:
+        value = json.loads(text)
+        pair = (value["input"], value["output"]) if isinstance(value, Mapping) else (value, value)
+        one, other = (float(ratio) for ratio in pair)
+    except (ValueError, TypeError, KeyError):
+        raise click.BadParameter(f'{text!r} is neither a number nor {{"input": R, "output": R}}') from None
+    if not (0 <= one < 1 and 0 <= other < 1):
+        raise click.BadParameter(f"{text!r} is not from 0 to below 1")
+    return one, other
 
 
 def setting(name: str, **how: Any) -> Callable[[Command], Command]:
