@@ -1,8 +1,8 @@
-"""A chart of figures: speed against batch with the device's limit, and the steps' percentiles. Knows matplotlib."""
+"""Charts: speed against batch with the device's limit and the steps' percentiles; latencies. Knows matplotlib."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
@@ -60,3 +60,19 @@ def _draw(speeds: Any, steps: Any, key: tuple[int, tuple[int, ...]], figures: Se
         values = [getattr(figure.steps, percentile) for figure in figures]
         label = f"{name}, {percentile.upper()}"
         steps.plot(batches, values, linestyle=style, marker=".", color=line.get_color(), label=label)
+
+
+def plot_latencies(samples: Mapping[str, Sequence[float]], title: str, path: Path) -> None:
+    """Draw, for each metric by its name, which share of its seconds is no longer than so many milliseconds."""
+    from matplotlib.figure import Figure as Canvas
+
+    canvas = Canvas(figsize=(8, 5), layout="constrained")
+    axes = canvas.subplots()
+    canvas.suptitle(title)
+    for name, seconds in samples.items():
+        if seconds:
+            axes.ecdf([1000 * each for each in seconds], label=f"{name}, {len(seconds):,}")
+    axes.set(xscale="log", xlabel="ms", ylabel="share that is no longer")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    canvas.savefig(path, dpi=150)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -257,19 +258,32 @@ async def models(client: Client, patience_s: float) -> list[str]:
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
-    """asyncio.run, on uvloop where that is installed."""
+    """asyncio.run, on uvloop where that is installed. An interrupt cancels the work, wherever it waits."""
     if find_spec("uvloop"):
         import uvloop
 
         loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     else:
         loop = asyncio.new_event_loop()
+    task = loop.create_task(main)
+    interrupts: list[int] = []
+
+    def interrupt() -> None:
+        interrupts.append(signal.SIGINT)
+        task.cancel()
+
+    loop.add_signal_handler(signal.SIGINT, interrupt)
     try:
-        return loop.run_until_complete(main)
+        return loop.run_until_complete(task)
+    except asyncio.CancelledError:
+        if interrupts:
+            raise KeyboardInterrupt from None
+        raise
     finally:  # after an interrupt tasks are still there, and nobody is to be told that they were dropped
+        loop.remove_signal_handler(signal.SIGINT)
         tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
+        for left in tasks:
+            left.cancel()
         if tasks:  # nobody's gathering would look for a loop of its own
             loop.run_until_complete(asyncio.wait(tasks))
         loop.run_until_complete(loop.shutdown_asyncgens())

@@ -14,7 +14,17 @@ import click
 
 from rvllm.cli.benchmark_serve import serve
 from rvllm.cli.main import debug_option
-from rvllm.cli.options import Size, Sizes, chain, engine_settings, model_setting, range_ratios, setting, talk_options
+from rvllm.cli.options import (
+    Size,
+    Sizes,
+    chain,
+    engine_settings,
+    into_file,
+    model_setting,
+    range_ratios,
+    setting,
+    talk_options,
+)
 from rvllm.cli.talk import Talk
 from rvllm.cli.vllm.command import VllmCommand
 from rvllm.cli.vllm.engine_flags import ENGINE
@@ -122,18 +132,6 @@ def benchmark() -> None:
     The last line of stdout is JSON. Prompts are random tokens, all different; a share is of the device's limit, the
     memory bus's or the arithmetic's, whichever is slower. --load-format dummy needs no more than a config.json.
     """
-
-
-def into_file(name: str, **how: Any) -> Callable[[Any], Any]:
-    """An option for a file to write, whose folder has to be there."""
-
-    def check(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
-        if path and not path.absolute().parent.is_dir():
-            raise click.BadParameter(f"there is no folder {path.absolute().parent}")
-        return path
-
-    kind = click.Path(dir_okay=False, writable=True, path_type=Path)
-    return click.option(name, type=kind, metavar="FILE", callback=check, **how)
 
 
 def max_num_seqs(**how: Any) -> Callable[[Any], Any]:

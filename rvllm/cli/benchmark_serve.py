@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rvllm.cli.main import debug_option
+from rvllm.cli.options import into_file
 from rvllm.cli.talk import Talk
 from rvllm.cli.traffic_options import ENDPOINTS, SAMPLING, told_options, what_options, when_options, where_options
 from rvllm.cli.vllm.bench_flags import FLAGS
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 @what_options
 @when_options
 @told_options
+@into_file("--plot", help="Draw the latencies' shares: .png or .svg (needs matplotlib).")
 @debug_option
 def serve(**options: Any) -> None:
     """As `vllm bench serve`: streams of an OpenAI-compatible server, timed where they arrive.
@@ -48,7 +50,10 @@ def serve(**options: Any) -> None:
     check(options)
     with Talk(quiet=False) as talk:
         from rvllm.bench import traffic
+        from rvllm.bench.plot import check_plot
 
+        if options["plot"]:
+            check_plot(options["plot"])
         fields, lines = traffic.run(measure(options, talk))
     if options["save_result"] or options["append_result"]:
         save(options, fields)
@@ -125,6 +130,12 @@ async def measure(options: Mapping[str, Any], talk: Talk) -> tuple[dict[str, Any
     fields = run_fields(options, model, len(prompts)) | found
     if options["save_detailed"]:
         fields |= serving.detailed(replies)
+    if options["plot"]:
+        from rvllm.bench.plot import plot_latencies
+
+        well = serving.samples([reply for reply in replies if reply.error is None])
+        title = f"{model}: {fields['output_throughput']:,.1f} tokens/s of {fields['completed']:,} requests"
+        plot_latencies({serving.TITLES[name][1]: well[name] for name in metrics}, title, options["plot"])
     return fields, serving.lines(found, rate.per_s, options["max_concurrency"], metrics, percentiles)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -301,3 +302,15 @@ long_talk_options = chain(click.option("--quiet", **_QUIET), _verbose_option, de
 system_option = click.option("--system", metavar="TEXT", help="A system message before the conversation.")
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+def into_file(name: str, **how: Any) -> Callable[[Any], Any]:
+    """An option for a file to write, whose folder has to be there."""
+
+    def check(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+        if path and not path.absolute().parent.is_dir():
+            raise click.BadParameter(f"there is no folder {path.absolute().parent}")
+        return path
+
+    kind = click.Path(dir_okay=False, writable=True, path_type=Path)
+    return click.option(name, type=kind, metavar="FILE", callback=check, **how)

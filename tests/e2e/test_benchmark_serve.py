@@ -176,6 +176,11 @@ def connected(server: Scripted) -> bool:
     return server.listed > 0
 
 
+def test_a_chart_needs_a_format_that_there_is(tmp_path: Path) -> None:
+    done = rvllm("benchmark", "serve", "--plot", tmp_path / "chart.pdf")
+    assert done.returncode != 0 and ".png or .svg" in done.stderr, done
+
+
 def test_what_is_not_done_is_refused() -> None:
     for wrong in (("--no-stream",), ("--dataset-name", "custom"), ("--request-rate", "0")):
         done = rvllm("benchmark", "serve", *wrong)

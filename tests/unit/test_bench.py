@@ -16,7 +16,7 @@ from rvllm.bench.decode import Bench, Cell, measure
 from rvllm.bench.figures import Speed, percentiles, rate, slope, step_times
 from rvllm.bench.latency import Batch, latency
 from rvllm.bench.limit import Limits, Work
-from rvllm.bench.plot import check_plot, plot
+from rvllm.bench.plot import check_plot, plot, plot_latencies
 from rvllm.bench.report import table
 from rvllm.bench.runs import Workload
 from rvllm.bench.throughput import Requests, throughput
@@ -328,6 +328,14 @@ def test_a_chart_is_a_picture(name: str, begins: bytes, start: Callable[..., Ben
         import xml.etree.ElementTree as ElementTree
 
         assert ElementTree.fromstring(data).tag == "{http://www.w3.org/2000/svg}svg"
+
+
+def test_latencies_are_drawn_by_their_names(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    path = tmp_path / "latencies.svg"
+    plot_latencies({"Time to First Token": [0.01, 0.02], "Inter-token Latency": []}, "a-model", path)
+    data = path.read_text(encoding="utf-8")
+    assert data.startswith("<?xml") and "Time to First Token, 2" in data and "Inter-token Latency" not in data
 
 
 def test_a_chart_without_matplotlib_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
