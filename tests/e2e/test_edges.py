@@ -343,6 +343,12 @@ def test_a_body_in_another_encoding_is_told_so_in_utf_8(server: Server, data: by
     connection.close()
 
 
+def test_what_a_body_has_to_have_is_named(server: Server) -> None:
+    for path, name in (("/v1/completions", "prompt"), ("/v1/chat/completions", "messages")):
+        for body in ({}, {"stream": True}):
+            refused(server.post(path, **body), name)
+
+
 def test_keys_are_asked_for_on_every_route_and_never_told(model: TinyModel, tmp_path: Path) -> None:
     how = ("--api-key", "K-secret", "--allowed-origins", '["https://page.example"]')
     with serving(model.folder, *how, folder=tmp_path / "server") as locked:
