@@ -25,6 +25,7 @@ from tests.fixtures.models import (
     Options,
     TinyModel,
     chain_model,
+    edit_json,
     probe,
     random_model,
     two_model,
@@ -387,6 +388,25 @@ def test_a_template_is_told_the_date_and_has_no_tools_that_were_not_sent(server:
     answer = seen(server, probe("strftime_now('%Y-%m-%d') ~ ':' ~ (tools is defined)"))
     days = {day.date().isoformat() for day in (datetime.datetime.now(), datetime.datetime.now(datetime.timezone.utc))}
     assert answer.status == 400 and any(f"PROBE:{day}:False" in answer.error["message"] for day in days)
+
+
+def test_the_template_is_the_one_that_was_given_or_the_file_or_the_configurations(tmp_path: Path) -> None:
+    made = chain_model(tmp_path / "model", ["a", EOS])
+    listed = [{"name": name, "template": probe(f"'{name}'")} for name in ("default", "tool_use")]
+    edit_json(made.folder / "tokenizer_config.json", {"chat_template": listed})
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+
+    reader = ("--tool-call-parser", "hermes")  # for these templates write no calls
+
+    def told(*arguments: str) -> str:
+        with serving(made.folder, *arguments, folder=tmp_path / "server") as started:
+            answers = [started.post("/v1/chat/completions", messages=USER, **one) for one in ({}, {"tools": tools})]
+        return " ".join(answer.error["message"].partition("PROBE:")[2] for answer in answers)
+
+    assert told(*reader) == "default tool_use"
+    (made.folder / "chat_template.jinja").write_text(probe("'file'"), encoding="utf-8")
+    assert told(*reader) == "file file"
+    assert told(*reader, "--chat-template", probe("'given'")) == "given given"
 
 
 def test_a_refused_role_is_a_wrong_request_streamed_or_not(server: Server) -> None:
