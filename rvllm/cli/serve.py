@@ -174,7 +174,8 @@ told = chain(
 )
 """What the server tells of itself."""
 
-_LIST: dict[str, Any] = {"metavar": "LIST", "callback": words}
+# As text, click would make words of how Python writes a default.
+_LIST: dict[str, Any] = {"metavar": "LIST", "callback": words, "type": click.UNPROCESSED}
 
 pages = chain(
     server_option("--allowed-origins", **_LIST, help="Whose web pages may ask, as in '[\"*\"]'.  [default: nobody's]"),

@@ -128,12 +128,16 @@ def _add_bos(config: Mapping[str, object]) -> bool | None:
 
 
 def _templates(root: Path, config: Mapping[str, object]) -> dict[str, TemplateText]:
-    """Named chat templates; files win over the configuration."""
-    found = _configured_templates(root / "tokenizer_config.json", config.get("chat_template"))
+    """Named chat templates; files win over the configuration, as in transformers.
+
+    Where there is the default's file, the configuration's others are ignored too: they would be of an older layout.
+    """
+    whole = (root / _TEMPLATE_FILE).exists()
+    found = {} if whole else _configured_templates(root / "tokenizer_config.json", config.get("chat_template"))
     more = root / _MORE_TEMPLATES
     for path in sorted(more.glob("*.jinja")) if more.is_dir() else ():
         found[path.stem] = TemplateText(_text(path), str(path))
-    if (root / _TEMPLATE_FILE).exists():
+    if whole:
         found[DEFAULT_TEMPLATE] = TemplateText(_text(root / _TEMPLATE_FILE), str(root / _TEMPLATE_FILE))
     return found
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.fixtures.commands import LIMIT_S
+from tests.fixtures.commands import LIMIT_S, alive, children
 from tests.fixtures.engines import at_rest, until
 from tests.fixtures.models import Options, TinyModel, loop_model
 from tests.fixtures.servers import JSON, Server, serving, starting
@@ -35,23 +35,11 @@ def served(model: TinyModel, tmp_path: Path) -> Iterator[Server]:
         yield started
 
 
-def children(process: int) -> list[int]:
-    tasks = Path(f"/proc/{process}/task").iterdir()
-    return sorted(int(child) for task in tasks for child in (task / "children").read_text().split())
-
-
 def fronts(server: Server) -> list[int]:
     """Processes of its fronts."""
     return [
         one for one in children(server.process.pid) if b"front_process" in Path(f"/proc/{one}/cmdline").read_bytes()
     ]
-
-
-def alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def sockets(process: int) -> int:

@@ -10,13 +10,14 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from tests.fixtures.commands import LIMIT_S
+from tests.fixtures.commands import LIMIT_S, alive, children, rvllm
 from tests.fixtures.engines import at_rest, until
 from tests.fixtures.models import EOS, IM_END, Options, TinyModel, chain_model, loop_model, random_model
 from tests.fixtures.servers import Answer, Server, serving, starting
@@ -228,6 +229,8 @@ def test_stop_strings_end_alike_in_both_apis_streamed_or_not(tmp_path: Path) -> 
             assert "".join(delta["delta"].get("content", "") for delta in deltas) == text
             for choice in (plain, whole, pieces[-1], deltas[-1]):
                 assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+        hidden = stopping.post("/v1/completions", prompt="S", stop=IM_END, max_tokens=20).json
+        assert hidden["usage"]["completion_tokens"] == 2
 
 
 def test_a_long_stop_string_holds_nothing_back_that_could_not_begin_it(server: Server) -> None:
@@ -429,13 +432,28 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(server: Server) -
         except (BrokenPipeError, ConnectionResetError):
             return  # it was closed on us, as it may be
         assert b" 413 " in link.recv(100)
+    with socket.create_connection(("127.0.0.1", server.port), LIMIT_S) as link:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 1000000000\r\n\r\n"
+        link.sendall(head)
+        assert link.recv(100).startswith(b"HTTP/1.1 413 ")  # and not 100: nothing more is to be sent
 
 
-def test_a_very_long_prompt_is_refused_in_time(server: Server) -> None:
-    started_s = time.monotonic()
-    refused = server.post("/v1/completions", prompt="a" * (8 << 20))
+def test_a_very_long_prompt_is_refused_in_time_and_holds_up_nobody(server: Server) -> None:
+    status = Path(f"/proc/{server.process.pid}/status")
+
+    def resident_mib() -> float:
+        return int(status.read_text().split("VmRSS:")[1].split()[0]) / 1024
+
+    before, started_s = resident_mib(), time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.post, "/v1/completions", prompt="a" * (8 << 20))
+        while not asked.done():
+            polled_s = time.monotonic()
+            assert server.send("GET", "/health").status == 200 and time.monotonic() - polled_s < 1
+            time.sleep(0.02)
+        refused = asked.result()
     assert (refused.status, refused.error["code"]) == (400, "context_length_exceeded")
-    assert time.monotonic() - started_s < 5
+    assert time.monotonic() - started_s < 5 and resident_mib() - before < 10 * 8
 
 
 def test_a_template_that_refuses_or_attacks_is_a_wrong_request_in_time(model: TinyModel, tmp_path: Path) -> None:
@@ -578,7 +596,7 @@ def test_many_streams_at_once_each_end_as_they_should(server: Server, model: Tin
         assert [end for event in events if (end := event["choices"][0]["finish_reason"])] == [reason]
 
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(one, range(80)))
+        list(pool.map(one, range(200)))
 
 
 def test_it_is_there_before_the_model_and_says_so(model: TinyModel, tmp_path: Path) -> None:
@@ -588,6 +606,36 @@ def test_it_is_there_before_the_model_and_says_so(model: TinyModel, tmp_path: Pa
             assert (answer.status, answer.error["code"], answer.headers["retry-after"]) == (503, "loading", "1")
         early.told("ready: ")
         assert early.send("GET", "/health").status == 200
+
+
+def test_all_that_needs_the_model_says_come_again_until_it_is_loaded(model: TinyModel, tmp_path: Path) -> None:
+    """However long that takes: the engine's process stands still here."""
+    asked = [("GET", "/health", None), ("GET", "/ping", None), ("GET", "/v1/models", None)]
+    texts = [("POST", "/v1/completions", {"prompt": "x"}), ("POST", "/v1/chat/completions", {"messages": USER, "stream": True})]  # fmt: skip
+    with starting(model.folder, folder=tmp_path / "server") as loading:
+        loading.told("listening")
+        until(lambda: bool(children(loading.process.pid)), LIMIT_S)
+        (engine,) = children(loading.process.pid)
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            for method, path, body in [*asked, *texts] * 3:
+                answer = loading.send(method, path, body)
+                assert (answer.status, answer.headers["retry-after"], answer.error["code"]) == (503, "1", "loading")
+        finally:  # a process that is stopped would outlive the server
+            os.kill(engine, signal.SIGCONT)
+        loading.told("ready: ")
+        assert [loading.send(method, path, body).status for method, path, body in [*asked, *texts]] == [200] * 5
+
+
+def test_two_interrupts_while_it_loads_end_in_few_words_too(model: TinyModel, tmp_path: Path) -> None:
+    with starting(model.folder, folder=tmp_path / "server") as ending:
+        until(lambda: bool(children(ending.process.pid)), LIMIT_S)
+        engines = children(ending.process.pid)
+        for _ in range(2):
+            ending.process.send_signal(signal.SIGINT)
+        assert ending.process.wait(5) in (130, -signal.SIGINT)
+        until(lambda: not any(map(alive, engines)), 5.0)
+        assert len(ending.said) <= 3 and not any("Traceback" in line for line in ending.said), ending.said
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -689,6 +737,17 @@ def test_a_unix_socket_is_ours_alone_and_replaces_only_one_that_is_dead(model: T
             assert second.ended() == 1 and second.told("Address already in use")
         assert path.exists()
         first.told("ready: ")
+        with socket.socket(socket.AF_UNIX) as link:
+            link.settimeout(LIMIT_S)
+            link.connect(str(path))
+            link.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert link.recv(100).startswith(b"HTTP/1.1 200 ")
+        opened = set()
+        for one in Path(f"/proc/{first.process.pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # our own connection may be closed meanwhile
+                opened.add(str(one.readlink()))
+        tcp = [line.split()[9] for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()]
+        assert not any(f"socket:[{inode}]" in opened for inode in tcp)
         first.process.terminate()
         assert first.ended() == 0 and not path.exists()
     path.write_text("precious")
@@ -696,9 +755,24 @@ def test_a_unix_socket_is_ours_alone_and_replaces_only_one_that_is_dead(model: T
         assert third.ended() == 1 and path.read_text() == "precious"
 
 
-def test_a_port_in_use_is_told(server: Server, model: TinyModel, tmp_path: Path) -> None:
-    with starting(model.folder, "--port", str(server.port), folder=tmp_path / "server") as refused:
-        assert refused.ended() == 1 and refused.told("Address already in use")
+@pytest.mark.parametrize(("taken", "host"), [("0.0.0.0", "0.0.0.0"), ("0.0.0.0", "127.0.0.1"), ("127.0.0.1", "127.0.0.1"), ("::1", "::1")])  # fmt: skip
+def test_a_port_in_use_is_told_before_the_model_is_looked_at(taken: str, host: str, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in taken else socket.AF_INET) as other:
+        try:
+            other.bind((taken, 0))
+        except OSError:
+            pytest.skip(f"there is no {taken} here")
+        other.listen()
+        port = str(other.getsockname()[1])
+        with starting("/nowhere/at/all", "--host", host, "--port", port, folder=tmp_path / "server") as refused:
+            assert refused.ended() == 1 and len(refused.said) <= 3
+            assert refused.told(f"^error: {host}:{port}: Address already in use")
+
+
+@pytest.mark.parametrize("port", ["70000", "-1", "http"])
+def test_a_port_that_is_none_is_wrong_usage(port: str) -> None:
+    done = rvllm("serve", "m", "--port", port)
+    assert done.returncode == 2 and "--port" in done.stderr
 
 
 def test_a_model_without_a_template_completes_and_refuses_chats(tmp_path: Path) -> None:
