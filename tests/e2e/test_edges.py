@@ -358,7 +358,7 @@ def test_keys_are_asked_for_on_every_route_and_never_told(model: TinyModel, tmp_
         for path, methods in paths.items():
             for method in methods:
                 answer = locked.send(method.upper(), path.replace("{model}", "m"), {} if method == "post" else None)
-                assert answer.status == (200 if path in ("/health", "/ping") else 401), (method, path)
+                assert answer.status == (200 if path in ("/", "/health", "/ping") else 401), (method, path)
         preflight = {
             "origin": "https://page.example",
             "access-control-request-method": "POST",
