@@ -290,6 +290,29 @@ def test_a_client_that_reads_slowly_gets_all(endless: TinyModel, tmp_path: Path)
         assert told.count(b'"text":"a"') == 1000 and b"data: [DONE]" in told
 
 
+@pytest.mark.parametrize(("stream", "tokens", "size"), [(True, 200, 3000), (False, 700, 10_000)])
+def test_a_client_that_reads_on_gets_all_however_slow_it_is(
+    endless: TinyModel, tmp_path: Path, stream: bool, tokens: int, size: int
+) -> None:
+    """Some kilobytes in --client-timeout, where the server's own buffer of 64 waits to be emptied."""
+    hasty = ("--client-timeout", "0.5", "--keep-alive-timeout", "1")
+    with serving(endless.folder, *hasty, folder=tmp_path / "server") as patient, socket.socket() as link:
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 1400)  # else the kernels' buffers hold it all
+        link.connect(("127.0.0.1", patient.port))
+        data = json.dumps({"prompt": "x", "max_tokens": tokens, "stream": stream, "logprobs": 20, "ignore_eos": True})
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+        link.sendall((head + data).encode())
+        told = b""
+        while chunk := link.recv(size):
+            told += chunk
+            time.sleep(0.1)
+        assert told.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n" if stream else b"}"), (len(told), told[-200:])
+        assert stream or len(told.partition(b"\r\n\r\n")[2]) == int(
+            told.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]
+        )
+
+
 @pytest.mark.parametrize(
     "sent", [b"", b"\r\n", b"GET /health HTTP/1.1\r\nhos", b"POST /tokenize HTTP/1.1\r\ncontent-length: 9\r\n\r\n{"]
 )

@@ -101,24 +101,33 @@ def test_random_clients_are_answered_and_leave_nothing_behind(tmp_path: Path, va
     invariant = "--batch-invariant" in VARIANTS[variant] or DEVICE != "cpu"
     how = (*LIMITS, *VARIANTS[variant], *(("--batch-invariant",) if invariant else ()), "--device", DEVICE)
     with serving(tmp_path / "model", *how, folder=tmp_path / "server", **ENVIRONMENT) as server:
-        crowd = Crowd(server.port, prepared(server, 50, invariant=invariant))
-        marks = [marked(server)]
-        crowd.worst()
-        crowd.come_and_go(SECONDS / len(VARIANTS) / 3, "first")
-        marks.append(marked(server))
-        early = crowd.requests
-        crowd.come_and_go(SECONDS / len(VARIANTS) * 2 / 3, "then")
-        crowd.drizzle(DRIZZLE)
-        marks.append(marked(server, as_before=marks[0]))
-        found = figures(server, KEY)
-        print(report(crowd, marks, found))
-        check_growth(marks, crowd.requests - early)
-        check_counts(crowd, found, guesses="--speculative-config" in how)
-        for ask in crowd.asks:
-            body = ask.body | {"return_token_ids": True}
-            ask.check(body, server.send("POST", ask.path, body, JSON | KEY))
+        try:
+            marks = soak(server, invariant=invariant, guesses="--speculative-config" in how)
+        finally:
+            print(*server.said, server.process.poll())
         end(server, marks[0])
     assert not list((tmp_path / "server").glob("rvllm-*"))
+
+
+def soak(server: Server, *, invariant: bool, guesses: bool) -> list[Marks]:
+    """The load, and all that has to hold of it; each process at first, after a third of it, and in the end."""
+    crowd = Crowd(server.port, prepared(server, 50, invariant=invariant))
+    marks = [marked(server)]
+    crowd.worst()
+    crowd.come_and_go(SECONDS / len(VARIANTS) / 3, "first")
+    marks.append(marked(server))
+    early = crowd.requests
+    crowd.come_and_go(SECONDS / len(VARIANTS) * 2 / 3, "then")
+    crowd.drizzle(DRIZZLE)
+    marks.append(marked(server, as_before=marks[0]))
+    found = figures(server, KEY)
+    print(report(crowd, marks, found))
+    check_growth(marks, crowd.requests - early)
+    check_counts(crowd, found, guesses=guesses)
+    for ask in crowd.asks:
+        body = ask.body | {"return_token_ids": True}
+        ask.check(body, server.send("POST", ask.path, body, JSON | KEY))
+    return marks
 
 
 def marked(server: Server, as_before: Marks | None = None) -> Marks:
