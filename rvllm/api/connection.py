@@ -108,7 +108,7 @@ class Connection(HttpToolsProtocol):
     def _unread(self) -> int:
         """Bytes that the other end has not taken, here and in the kernel, where it tells."""
         queued = b"\0" * 4
-        with suppress(OSError, ValueError):  # closed meanwhile, or a kernel that does not tell
+        with suppress(OSError, ValueError, AttributeError):  # closed meanwhile, or a kernel that does not tell
             queued = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, queued)
         return self.transport.get_write_buffer_size() + int(struct.unpack("i", queued)[0])
 
