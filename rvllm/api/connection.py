@@ -6,6 +6,10 @@ Errors before there is a request have OpenAI's error object as all others. Knows
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import struct
+import termios
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +17,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from rvllm.api.errors import HttpError
-from rvllm.api.http import ABORT
+from rvllm.api.http import LINK
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._expect()
-        self.scope["extensions"] = {ABORT: {"abort": self.transport.abort}}
+        self.scope["extensions"] = {LINK: {"abort": self.transport.abort, "unread": self._unread}}
 
     def on_headers_complete(self) -> None:
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -91,10 +95,22 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
         self._end_in_time()
 
-    def _end_in_time(self) -> None:
-        """What is left to be read at the end is not kept for ever."""
-        if self.transport.get_write_buffer_size():
-            self.loop.call_later(self._bounds.client_s, self.transport.abort)
+    def _end_in_time(self, before: int | None = None) -> None:
+        """What is left to be read at the end is kept as long as some of it is read. before: bytes at the last look."""
+        if not self.transport.get_write_buffer_size():
+            return
+        left = self._unread()
+        if before is not None and left >= before:
+            self.transport.abort()
+        else:
+            self.loop.call_later(self._bounds.client_s, self._end_in_time, left)
+
+    def _unread(self) -> int:
+        """Bytes that the other end has not taken, here and in the kernel, where it tells."""
+        queued = b"\0" * 4
+        with suppress(OSError, ValueError, AttributeError):  # closed meanwhile, or a kernel that does not tell
+            queued = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, queued)
+        return self.transport.get_write_buffer_size() + int(struct.unpack("i", queued)[0])
 
     def _too_large(self) -> HttpError:
         bounds = self._bounds

@@ -24,8 +24,10 @@ CHECK_S = 5.0
 """How often it is looked whether a client still reads, at the most."""
 
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
-ABORT = "rvllm.abort"
-"""The extension of ASGI's scope that ends a connection at once, with what is written to it and not yet read."""
+LINK = "rvllm.connection"
+"""An extension of ASGI's scope. abort: ends the connection at once, with what is written to it and not yet read;
+unread: how many bytes that are.
+"""
 
 DONE = b"data: [DONE]\n\n"
 
@@ -66,7 +68,8 @@ class Exchange:
     name: what follows the route, where it ends in a /. came_s: when it came, on the monotonic clock.
     path: without what the server is mounted at. request_id: the client's, where it brought one that can be told.
     key: the number of the key it brought. shared: headers of whatever the reply is. told: of a request for text, for
-    the log. waits_s: since when the client has left unread what is sent to it. spoke_s: of the last event.
+    the log. waits_s: since when the client has left unread what is sent to it; unread: bytes of it at the last look.
+    spoke_s: of the last event.
     shape: an error's bytes, as a body or as a stream's last event. length: the body's, once it is read.
     """
 
@@ -83,6 +86,7 @@ class Exchange:
     told: dict[str, Any] = field(default_factory=dict)
     length: int = 0
     waits_s: float | None = None
+    unread: int = 0
     spoke_s: float | None = None
     came_s: float = field(default_factory=time.monotonic)
     headers: dict[str, str] = field(init=False)
@@ -143,13 +147,14 @@ class Exchange:
 
     async def events(self, data: bytes) -> None:
         """Events, whole ones; waits for a client that is slow to read."""
-        self.waits_s = self.spoke_s = time.monotonic()
+        self.waits_s, self.unread = time.monotonic(), 0
+        self.spoke_s = self.waits_s
         await self.send({"type": "http.response.body", "body": data, "more_body": True})
         self.waits_s = None
 
     async def end(self, data: bytes = b"") -> None:
         """The last events of a stream."""
-        self.waits_s = time.monotonic()
+        self.waits_s, self.unread = time.monotonic(), 0
         await self.send({"type": "http.response.body", "body": data})
 
     async def refuse(self, error: HttpError) -> None:
@@ -167,15 +172,24 @@ class Exchange:
 
     def abandoned(self) -> bool:
         """Whether the client has read nothing for so long that it is taken for gone; then its connection is."""
-        if self.waits_s is None or time.monotonic() - self.waits_s < self.rules.client_s:
+        if self.waits_s is None:
+            return False
+        before, self.unread = self.unread, self._connection("unread")
+        if self.unread < before:
+            self.waits_s = time.monotonic()
+        if time.monotonic() - self.waits_s < self.rules.client_s:
             return False
         self.drop()
         return True
 
     def drop(self) -> None:
         """End the connection, with what is written to it and not yet read."""
-        if abort := self.scope.get("extensions", {}).get(ABORT):
-            abort["abort"]()
+        self._connection("abort")
+
+    def _connection(self, what: str) -> int:
+        """What the server can do with the connection, beside ASGI; 0 where it cannot."""
+        able = self.scope.get("extensions", {}).get(LINK, {})
+        return able[what]() or 0 if what in able else 0
 
     async def gone(self) -> None:
         """Until the client has gone away. For after the body."""
