@@ -11,8 +11,7 @@ import pytest
 from tests.kernels.shim import SANITIZED, sanitizer_environment
 
 FOLDER = Path(__file__).parent
-# Of both 16-bit formats one: they touch the same memory. A warpgroup's products are slow here.
-CHOSEN = "shim and not shim-f16 and not 8192 and not 20000 and not spins and (not gemm_t90a or need_no)"
+CHOSEN = "shim and not 8192 and not 20000 and not spins and (not gemm_t90a or need_no)"  # a warpgroup's are slow here
 TESTS = [path for path in sorted(FOLDER.glob("test_*.py")) if path != Path(__file__)]
 FILES = [path.name for path in TESTS if "device: Device" in path.read_text(encoding="utf-8")]
 
