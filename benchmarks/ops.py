@@ -2,8 +2,9 @@
 
     python benchmarks/ops.py benchmarks/shapes/qwen2.5-1.5b [--n 1,64] [--context 512]
 
-Microseconds by CUDA events, the median of 20 replays, dummy weights in bf16. Kernels overlap within the whole, so that
-it is less than the sum. Before, every op of a model of two such layers is held to its definition.
+Microseconds by CUDA events, the median of 20 replays, dummy weights in bf16: of a kernel in a row of its like, and of one
+in the whole, which is what the whole takes less without those of its kind. In the whole, kernels overlap, but find neither
+their code nor what they read on the multiprocessor. Before, every op of a model of two such layers is held to its definition.
 """
 
 from __future__ import annotations
@@ -78,9 +79,12 @@ def report(gpu: Gpu, model: CudaModel, program: Program, sequences: int, context
     kinds: dict[tuple[str, tuple[int, ...]], list[Launch]] = {}
     for launch in launches:
         kinds.setdefault((launch.entry, launch.grid), []).append(launch)
-    print(f"\nN={sequences}, context {context}: forward {microseconds(gpu, launches):,.1f} us")
+    whole = microseconds(gpu, launches)
+    print(f"\nN={sequences}, context {context}: forward {whole:,.1f} us{'a kernel in a row':>40}{'in the whole':>14}")
     for (entry, grid), same in kinds.items():
-        print(f"  {entry:36} {grid!s:12} {len(same):3} x {microseconds(gpu, same) / len(same):8.2f}")
+        others = [launch for launch in launches if launch not in same]
+        alone, inside = microseconds(gpu, same), whole - microseconds(gpu, others)
+        print(f"  {entry:36} {grid!s:12} {len(same):3} x {alone / len(same):12.2f} {inside / len(same):13.2f}")
 
 
 def main() -> None:

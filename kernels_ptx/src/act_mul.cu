@@ -5,20 +5,7 @@
 // bound: 6 width bytes a token.
 // assumes: activation is 0, 1 or 2; out overlaps nothing; x and out start on 16 bytes.
 // tiers: t70 t80
-#include "element.cuh"
-
-DEVICE float silu(float x) { return x / (1.0f + exponential(-x)); }
-
-DEVICE float gelu_tanh(float x) {
-  const float inner = 0.7978845608f * (x + 0.044715f * x * x * x);  // sqrt(2 / pi)
-  return 0.5f * x * (1.0f + hyperbolic_tangent(inner));
-}
-
-DEVICE float gelu(float x) { return 0.5f * x * (1.0f + error_function(x * 0.7071067812f)); }  // sqrt(1 / 2)
-
-DEVICE float activate(float x, int activation) {
-  return activation == 0 ? silu(x) : activation == 1 ? gelu_tanh(x) : gelu(x);
-}
+#include "activation.cuh"
 
 template <int N, typename X>
 DEVICE void act_mul_row(const X* gate, const X* up, X* out, int width, int activation) {
@@ -26,11 +13,14 @@ DEVICE void act_mul_row(const X* gate, const X* up, X* out, int width, int activ
   NO_UNROLL
   for (int column = (block_y() * thread_count() + thread_index()) * N; column < width; column += stride) {
     const Pack<X, N> gates = load<N>(gate + column), ups = load<N>(up + column);
+    float active[N];
     Pack<X, N> product;
     UNROLL
+    for (int i = 0; i < N; ++i) active[i] = to_float(gates.at[i]);
+    activate(active, activation);
+    UNROLL
     for (int i = 0; i < N; ++i) {
-      const X active = rounded<X>(activate(to_float(gates.at[i]), activation));
-      product.at[i] = rounded<X>(to_float(active) * to_float(ups.at[i]));
+      product.at[i] = rounded<X>(to_float(rounded<X>(active[i])) * to_float(ups.at[i]));
     }
     store(out + column, product);
   }

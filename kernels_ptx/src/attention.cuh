@@ -8,10 +8,7 @@
 // Keys in the smallest piece that a warp takes, as many lie side by side in every block size; and queries of a warp.
 enum : int { KEY_TILE = 16, ROWS = 8 };
 
-DEVICE float log2_e() { return 1.4426950409f; }
 DEVICE float minus_infinity() { return float_of(0xff800000u); }
-DEVICE int smaller_int(int a, int b) { return a < b ? a : b; }
-DEVICE int larger_int(int a, int b) { return a > b ? a : b; }
 
 // What all launches of attention are told.
 struct AttentionShape {

@@ -5,6 +5,10 @@
 
 #include "intrinsics.cuh"
 
+DEVICE float log2_e() { return 1.4426950409f; }
+DEVICE int smaller_int(int a, int b) { return a < b ? a : b; }
+DEVICE int larger_int(int a, int b) { return a > b ? a : b; }
+
 #ifndef NATIVE_BFLOAT
 // To nearest even. The carry out of the lower half rounds up; NaN becomes 0x7fff, as the instruction of t80 gives.
 DEVICE uint16 bfloat_bits(float value) {

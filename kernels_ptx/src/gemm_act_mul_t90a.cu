@@ -2,10 +2,12 @@
 //
 // weight (2 rows, depth), bias (2 rows) or null: gate rows, then up rows; out (tokens, rows) X; the rest as in gemm_t90a.cu.
 // workspace: what cut tiles leave, f32; counters: a u32 a cut tile, 0 before the first launch and after every one.
-// launch: grid whole + (tiles - whole) parts, block 2 P; T tokens a tile, 64, 128 or 256, as the entry's name says, and P
-//   slots, 128 with 64 tokens, else 192; tiles = ceil(tokens / T) ceil(2 rows / P); the tiles from `whole` on are cut into
-//   `parts`; activation as in activation.cuh. Dynamic shared bytes: n128, n256 230400; n64 99328.
-//   n128, n256: parts is at most 16 and ceil(depth / 64); workspace: 768 T parts bytes a cut tile.
+// launch: grid whole + (tiles - whole) parts; T tokens a tile, as the entry's name says, and P slots: n64 128, n128 and
+//   n256 192, t128 and t256 144. Block: 2 P, of t128 and t256 2 T. tiles = ceil(tokens / T) ceil(2 rows / P); those from
+//   `whole` on are cut into `parts`. activation as in activation.cuh.
+//   Dynamic shared bytes: n64 99328; n128, n256 230400; t128, t256 209920.
+//   n128, n256, t128, t256: parts is at most 16, of t128 and t256 9, and ceil(depth / 64); workspace: 4 P T parts bytes a
+//   cut tile. Slots are the rows of n256's products, tokens those of t256's: the same bits.
 //   n64 has the bits of linear.cu; splits is its S, parts is 1, 2, 4 or 8 and changes no bit, and where splits is more than
 //   1 all tiles are cut; workspace: 262144 splits bytes a cut tile.
 //   Blocks that share a tile wait for each other: they are the grid's last, and all of them run at once.
@@ -17,39 +19,75 @@
 #include "gemm_wgmma.cuh"
 #include "linear_wgmma.cuh"
 
-template <int TOKENS, typename X>
+template <typename Size, typename X>
 DEVICE void wide_gated(const void* x, const void* weight, const X* bias, X* out, int tokens, int rows, int depth,
                        int activation, int whole, int parts, float* workspace, uint32* counters) {
   const Gated<X> to = {bias, out, rows, activation};
-  gemm<Size<192, TOKENS>, X>(Matrices{x, weight, tokens, depth}, Cut{whole, parts}, Meeting{workspace, counters}, to);
+  gemm<Size, X>(Matrices{x, weight, tokens, depth}, Cut{whole, parts}, Meeting{workspace, counters}, to);
 }
 
 KERNEL(384)
 void gemm_act_mul_t90a_f16_n128(const void* x, const void* weight, const half_t* bias, half_t* out, int tokens,
                                 int rows, int depth, int activation, int whole, int parts, float* workspace,
                                 uint32* counters) {
-  wide_gated<128, half_t>(x, weight, bias, out, tokens, rows, depth, activation, whole, parts, workspace, counters);
+  wide_gated<SlotRows<192, 128>, half_t>(x, weight, bias, out, tokens, rows, depth, activation, whole, parts, workspace,
+                                         counters);
 }
 
 KERNEL(384)
 void gemm_act_mul_t90a_f16_n256(const void* x, const void* weight, const half_t* bias, half_t* out, int tokens,
                                 int rows, int depth, int activation, int whole, int parts, float* workspace,
                                 uint32* counters) {
-  wide_gated<256, half_t>(x, weight, bias, out, tokens, rows, depth, activation, whole, parts, workspace, counters);
+  wide_gated<SlotRows<192, 256>, half_t>(x, weight, bias, out, tokens, rows, depth, activation, whole, parts, workspace,
+                                         counters);
 }
 
 KERNEL(384)
 void gemm_act_mul_t90a_bf16_n128(const void* x, const void* weight, const bfloat_t* bias, bfloat_t* out, int tokens,
                                  int rows, int depth, int activation, int whole, int parts, float* workspace,
                                  uint32* counters) {
-  wide_gated<128, bfloat_t>(x, weight, bias, out, tokens, rows, depth, activation, whole, parts, workspace, counters);
+  wide_gated<SlotRows<192, 128>, bfloat_t>(x, weight, bias, out, tokens, rows, depth, activation, whole, parts,
+                                           workspace, counters);
 }
 
 KERNEL(384)
 void gemm_act_mul_t90a_bf16_n256(const void* x, const void* weight, const bfloat_t* bias, bfloat_t* out, int tokens,
                                  int rows, int depth, int activation, int whole, int parts, float* workspace,
                                  uint32* counters) {
-  wide_gated<256, bfloat_t>(x, weight, bias, out, tokens, rows, depth, activation, whole, parts, workspace, counters);
+  wide_gated<SlotRows<192, 256>, bfloat_t>(x, weight, bias, out, tokens, rows, depth, activation, whole, parts,
+                                           workspace, counters);
+}
+
+KERNEL(256)
+void gemm_act_mul_t90a_f16_t128(const void* x, const void* weight, const half_t* bias, half_t* out, int tokens,
+                                int rows, int depth, int activation, int whole, int parts, float* workspace,
+                                uint32* counters) {
+  wide_gated<TokenRows<144, 128>, half_t>(x, weight, bias, out, tokens, rows, depth, activation, whole, parts,
+                                          workspace, counters);
+}
+
+KERNEL(512)
+void gemm_act_mul_t90a_f16_t256(const void* x, const void* weight, const half_t* bias, half_t* out, int tokens,
+                                int rows, int depth, int activation, int whole, int parts, float* workspace,
+                                uint32* counters) {
+  wide_gated<TokenRows<144, 256>, half_t>(x, weight, bias, out, tokens, rows, depth, activation, whole, parts,
+                                          workspace, counters);
+}
+
+KERNEL(256)
+void gemm_act_mul_t90a_bf16_t128(const void* x, const void* weight, const bfloat_t* bias, bfloat_t* out, int tokens,
+                                 int rows, int depth, int activation, int whole, int parts, float* workspace,
+                                 uint32* counters) {
+  wide_gated<TokenRows<144, 128>, bfloat_t>(x, weight, bias, out, tokens, rows, depth, activation, whole, parts,
+                                            workspace, counters);
+}
+
+KERNEL(512)
+void gemm_act_mul_t90a_bf16_t256(const void* x, const void* weight, const bfloat_t* bias, bfloat_t* out, int tokens,
+                                 int rows, int depth, int activation, int whole, int parts, float* workspace,
+                                 uint32* counters) {
+  wide_gated<TokenRows<144, 256>, bfloat_t>(x, weight, bias, out, tokens, rows, depth, activation, whole, parts,
+                                            workspace, counters);
 }
 
 template <typename X>

@@ -21,7 +21,8 @@ template <int TOKENS, typename X>
 DEVICE void wide_added(const void* x, const void* weight, const X* bias, const X* residual, X* out, int tokens,
                        int rows, int depth, int whole, int parts, float* workspace, uint32* counters) {
   const Plain<Added<X>> to = {{bias, residual}, out, rows};
-  gemm<Size<128, TOKENS>, X>(Matrices{x, weight, tokens, depth}, Cut{whole, parts}, Meeting{workspace, counters}, to);
+  gemm<SlotRows<128, TOKENS>, X>(Matrices{x, weight, tokens, depth}, Cut{whole, parts}, Meeting{workspace, counters},
+                                 to);
 }
 
 KERNEL(256)

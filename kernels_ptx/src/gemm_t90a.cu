@@ -21,7 +21,8 @@ template <int TOKENS, typename X>
 DEVICE void wide_rounded(const void* x, const void* weight, const X* bias, X* out, int tokens, int rows, int depth,
                          int whole, int parts, float* workspace, uint32* counters) {
   const Plain<Rounded<X>> to = {{bias}, out, rows};
-  gemm<Size<128, TOKENS>, X>(Matrices{x, weight, tokens, depth}, Cut{whole, parts}, Meeting{workspace, counters}, to);
+  gemm<SlotRows<128, TOKENS>, X>(Matrices{x, weight, tokens, depth}, Cut{whole, parts}, Meeting{workspace, counters},
+                                 to);
 }
 
 KERNEL(256)

@@ -190,7 +190,12 @@ DEVICE float fused_multiply_add(float a, float b, float c) { return __fmaf_rn(a,
 DEVICE double fused_multiply_add(double a, double b, double c) { return __fma_rn(a, b, c); }
 DEVICE int64 nearest_integer(double value) { return __double2ll_rn(value); }  // ties to even
 DEVICE float square_root(float value) { return __fsqrt_rn(value); }
-DEVICE float larger(float a, float b) { return fmaxf(a, b); }          // the number, where one is NaN
+DEVICE float larger(float a, float b) { return fmaxf(a, b); }  // the number, where one is NaN
+DEVICE float reciprocal(float value) {                         // at most 1 ulp off
+  float result;
+  asm("rcp.approx.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
 DEVICE float exponential(float value) { return expf(value); }          // at most 2 ulp off
 DEVICE float hyperbolic_tangent(float value) { return tanhf(value); }  // at most 2 ulp off
 DEVICE float error_function(float value) { return erff(value); }       // at most 2 ulp off

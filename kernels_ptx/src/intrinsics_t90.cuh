@@ -5,7 +5,7 @@
 #include "intrinsics.cuh"
 
 #ifdef __CUDACC__
-// ---- Matrix products of a warpgroup, four neighbouring warps, t90a: d += a b^T for 64 rows of a and 64, 128 or 256 of b, each with
+// ---- Matrix products of a warpgroup, four neighbouring warps, t90a: d += a b^T for 64 rows of a and 64, 128, 144 or 256 of b, each with
 // 16 elements of the depth in shared memory. Rows are 128 bytes, eight of them on a multiple of 1024; the 16-byte piece p
 // of row r lies at p ^ r % 8.
 // Where rows begin, `k` elements (a multiple of 16) into their 128 bytes.
@@ -32,6 +32,7 @@ DEVICE uint64 matrix_at(const void* rows, int k) {
   "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "             \
   "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define WGMMA_NAMES_72 "%64, %65, %66, %67, %68, %69, %70, %71"
 #define WGMMA(type, name)                                                                                             \
   DEVICE void wgmma_16(float (&d)[32], uint64 a, uint64 b, type) {                                                    \
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name " {" WGMMA_NAMES_32                      \
@@ -43,6 +44,12 @@ DEVICE uint64 matrix_at(const void* rows, int k) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." name " {" WGMMA_NAMES_32 ", " WGMMA_NAMES_64 \
                  "}, %64, %65, 1, 1, 1, 0, 0;"                                                                        \
                  : WGMMA_32(0), WGMMA_32(1)                                                                           \
+                 : "l"(a), "l"(b));                                                                                   \
+  }                                                                                                                   \
+  DEVICE void wgmma_16(float (&d)[72], uint64 a, uint64 b, type) {                                                    \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n144k16.f32." name "." name " {" WGMMA_NAMES_32 ", " WGMMA_NAMES_64 \
+                 ", " WGMMA_NAMES_72 "}, %72, %73, 1, 1, 1, 0, 0;"                                                    \
+                 : WGMMA_32(0), WGMMA_32(1), WGMMA_FOUR(16), WGMMA_FOUR(17)                                           \
                  : "l"(a), "l"(b));                                                                                   \
   }                                                                                                                   \
   DEVICE void wgmma_16(float (&d)[128], uint64 a, uint64 b, type) {                                                   \

@@ -120,24 +120,28 @@ struct Gated {
   template <int P, int N>
   DEVICE void finish(int token, int slot, const float (&first)[N], const float (&second)[N]) const {
     const int column = slot / (2 * P) * P + slot % P;
+    if (column >= width) return;
+    float gates[N];
+    Pack<X, N> values;
+    UNROLL
+    for (int i = 0; i < N; ++i) gates[i] = rounded_again(first[i], clamped(column + i));
+    activate(gates, activation);
+    UNROLL
+    for (int i = 0; i < N; ++i) {
+      const float up = rounded_again(second[i], width + clamped(column + i));
+      values.at[i] = rounded<X>(to_float(rounded<X>(gates[i])) * up);
+    }
     X* to = out + int64(token) * width + column;
     if (width % N == 0) {  // as `column` is
-      if (column >= width) return;
-      Pack<X, N> values;
-      UNROLL
-      for (int i = 0; i < N; ++i) values.at[i] = product(first[i], second[i], column + i);
       *reinterpret_cast<Pack<X, N>*>(to) = values;
     } else {
       UNROLL
       for (int i = 0; i < N; ++i) {
-        if (column + i < width) to[i] = product(first[i], second[i], column + i);
+        if (column + i < width) to[i] = values.at[i];
       }
     }
   }
 
-  DEVICE X product(float gate, float up, int column) const {
-    const X gated = rounded<X>(with_bias(gate, bias, column));
-    const X active = rounded<X>(activate(to_float(gated), activation));
-    return rounded<X>(to_float(active) * to_float(rounded<X>(with_bias(up, bias, width + column))));
-  }
+  DEVICE int clamped(int column) const { return smaller_int(column, width - 1); }
+  DEVICE float rounded_again(float sum, int row) const { return to_float(rounded<X>(with_bias(sum, bias, row))); }
 };

@@ -14,7 +14,7 @@
 template <typename X>
 struct PartTile {
   enum : int { TOKENS = 64, WARPS = 8 };  // WARPS: linear's
-  using Own = Size<128, TOKENS>;
+  using Own = SlotRows<128, TOKENS>;
   using Sums = float[TOKENS / 2];
 
   int depth, splits;
@@ -71,8 +71,11 @@ DEVICE void linear_parts(const Matrices& in, int splits, const Cut& cut, const M
   Own steps(in, tile, memory, words, parts.begin_of(first), parts.end_of(last - 1));
   parts.accumulate(steps, first, last, workspace, sums);
   start_next_grid();
-  const Leaving<typename Parts::Own> leaving = {tile, reinterpret_cast<float*>(memory)};
-  if (alone) return leaving.finish(out, in.tokens, sums);
-  leaving.finish_share(out, in.tokens, own, meeting.counters + own.cut,
-                       [&](int group) { return parts.added(workspace, group); });
+  Leaving<typename Parts::Own> leaving(tile, memory);
+  if (alone) {
+    leaving.take(sums);
+  } else {
+    leaving.take_share(own, meeting.counters + own.cut, [&](int group) { return parts.added(workspace, group); });
+  }
+  leaving.finish(out, in.tokens);
 }

@@ -1,17 +1,23 @@
-// What products on warpgroups share: a block has a tile of some slots (linear_out.cuh), 64 for each of its warpgroups, and
-// some tokens, and goes through the depth in steps of 64 elements, which the copy engine brings.
+// What products on warpgroups share: a block has a tile of some slots (linear_out.cuh) and some tokens, and goes through the
+// depth in steps of 64 elements, which the copy engine brings. Each of its warpgroups multiplies 64 rows, which are slots or
+// tokens, with all of the other.
 #pragma once
 
 #include "intrinsics_t90.cuh"
 #include "linear_out.cuh"
 #include "meeting.cuh"
 
-enum : int { STEP = 64, ROW_BYTES = STEP * 2, GROUP_SLOTS = 64 };
+enum : int { STEP = 64, ROW_BYTES = STEP * 2, GROUP_ROWS = 64 };
 
-// A tile's slots and tokens: the more of both, the less is read for a product. Sums of 192 x 256 fill the registers.
+// A tile's slots and tokens, the more of both, the less is read for a product; and the float sums of a thread.
 template <int S, int T>
-struct Size {
-  enum : int { SLOTS = S, HALF = S / 2, TOKENS = T, THREADS = 2 * S };
+struct SlotRows {
+  enum : int { SLOTS = S, HALF = S / 2, TOKENS = T, THREADS = 2 * S, SUMS = T / 2, TOKENS_ARE_ROWS = 0 };
+};
+// Any multiple of 16 may be S, so that tiles fill the GPU's waves.
+template <int S, int T>
+struct TokenRows {
+  enum : int { SLOTS = S, HALF = S / 2, TOKENS = T, THREADS = 2 * T, SUMS = S / 2, TOKENS_ARE_ROWS = 1 };
 };
 
 // The descriptions of x (tokens, depth), in boxes of a tile's tokens, and of the weight, in boxes of 64 rows.
@@ -94,8 +100,12 @@ struct Steps {
   }
 
   DEVICE unsigned char* stage_at(int i) const { return memory + i * STAGE_BYTES; }
-  DEVICE const unsigned char* weights() const { return stage_at(stage) + warp_index() / 4 * GROUP_SLOTS * ROW_BYTES; }
-  DEVICE const unsigned char* tokens() const { return stage_at(stage) + SLOTS * ROW_BYTES; }
+  DEVICE const unsigned char* part_at(int tokens) const { return stage_at(stage) + tokens * SLOTS * ROW_BYTES; }
+  // This warpgroup's rows, and what all of them are multiplied with.
+  DEVICE const unsigned char* rows() const {
+    return part_at(Size::TOKENS_ARE_ROWS) + warp_index() / 4 * GROUP_ROWS * ROW_BYTES;
+  }
+  DEVICE const unsigned char* columns() const { return part_at(!Size::TOKENS_ARE_ROWS); }
 
   DEVICE void fetch_weights(int to, int number) const {
     arrive_expecting(filled + to, STAGE_BYTES);
@@ -130,7 +140,7 @@ struct Steps {
       wait_arrivals(filled + stage, round);
       wgmma_begin();
       UNROLL
-      for (int k = 0; k < STEP; k += 16) wgmma_16(sums, matrix_at(weights(), k), matrix_at(tokens(), k), type);
+      for (int k = 0; k < STEP; k += 16) wgmma_16(sums, matrix_at(rows(), k), matrix_at(columns(), k), type);
       wgmma_commit();
       wgmma_wait<1>();
       if (i > 0) has_read(step - 1, before, turn);
@@ -148,9 +158,14 @@ struct Steps {
   }
 };
 
-// A tile's sums on their way out, through the memory of its steps: so that a thread has eight neighbours to store.
+// A tile's sums on their way out.
 template <typename Size>
-struct Leaving {
+struct Leaving;
+
+// Where slots are rows, through the memory of the tile's steps: so that a thread has eight neighbours to store.
+template <int S, int T>
+struct Leaving<SlotRows<S, T>> {
+  using Size = SlotRows<S, T>;
   enum : int { SLOTS = Size::SLOTS, HALF = Size::HALF, TOKENS = Size::TOKENS, THREADS = Size::THREADS };
   enum : int { GROUPS = TOKENS / 8 };
   enum : int {
@@ -159,6 +174,9 @@ struct Leaving {
 
   const Tile<Size>& tile;
   float* kept;  // (TOKENS, STRIDE)
+  int first = 0, end = GROUPS;
+
+  DEVICE Leaving(const Tile<Size>& of, unsigned char* memory) : tile(of), kept(reinterpret_cast<float*>(memory)) {}
 
   // This thread's sums 4 group.. in the order of wgmma_16's d, which are of tokens 8 group...
   DEVICE void put(int group, const Pack<float, 4>& sums) const {
@@ -169,9 +187,29 @@ struct Leaving {
     to[STRIDE + 8] = sums.at[3];
   }
 
-  // Stores the tokens of groups [first, end).
+  // Of a block that has a tile alone.
+  DEVICE void take(const float (&sums)[Size::SUMS]) {
+    sync_block();  // what was in the memory is read
+    UNROLL
+    for (int group = 0; group < GROUPS; ++group) {
+      put(group, {{sums[4 * group], sums[4 * group + 1], sums[4 * group + 2], sums[4 * group + 3]}});
+    }
+  }
+
+  // Of one of the blocks that share a tile: some of its tokens, once all have left their sums. added(group): of this thread.
+  template <typename Added>
+  DEVICE void take_share(const TilePart& own, uint32* counter, const Added& added) {
+    first = GROUPS * own.part / own.parts;
+    end = GROUPS * (own.part + 1) / own.parts;
+    meet_blocks(counter, own.parts);
+    NO_UNROLL
+    for (int group = first; group < end; ++group) put(group, added(group));
+    leave_blocks(counter, own.parts);
+  }
+
+  // Stores what was taken.
   template <typename Out>
-  DEVICE void finish(const Out& out, int tokens, int first, int end) const {
+  DEVICE void finish(const Out& out, int tokens) const {
     sync_block();
     NO_UNROLL
     for (int item = first * HALF + thread_index(); item < end * HALF; item += THREADS) {
@@ -182,27 +220,62 @@ struct Leaving {
       out.template finish<HALF>(tile.token + row, tile.slot + column, left.at, right.at);
     }
   }
+};
 
-  // Of a block that has a tile alone.
-  template <typename Out>
-  DEVICE void finish(const Out& out, int tokens, const float (&sums)[TOKENS / 2]) const {
+// Where tokens are rows, a thread has two neighbouring slots of two tokens, and as many that are half a tile on. They wait
+// in the memory of the tile's steps, so that a loop takes them: code that runs once a tile costs by its length, which an
+// unrolled one has (benchmarks/LOG.md).
+template <int S, int T>
+struct Leaving<TokenRows<S, T>> {
+  using Size = TokenRows<S, T>;
+  enum : int { GROUPS = Size::HALF / 8 };
+
+  const Tile<Size>& tile;
+  float* kept;  // (SUMS / 4, THREADS, 4)
+  int first = 0, end = GROUPS;
+
+  DEVICE Leaving(const Tile<Size>& of, unsigned char* memory) : tile(of), kept(reinterpret_cast<float*>(memory)) {}
+
+  DEVICE float* own(int group) const { return kept + (group * Size::THREADS + thread_index()) * 4; }
+
+  DEVICE void take(const float (&sums)[Size::SUMS]) {
     sync_block();  // what was in the memory is read
     UNROLL
-    for (int group = 0; group < GROUPS; ++group) {
-      put(group, {{sums[4 * group], sums[4 * group + 1], sums[4 * group + 2], sums[4 * group + 3]}});
+    for (int group = 0; group < 2 * GROUPS; ++group) {
+      const float* from = sums + 4 * group;
+      store(own(group), Pack<float, 4>{{from[0], from[1], from[2], from[3]}});
     }
-    finish(out, tokens, 0, GROUPS);
   }
 
-  // Of one of the blocks that share a tile: some of its tokens, once all have left their sums. added(group): of this thread.
-  template <typename Out, typename Added>
-  DEVICE void finish_share(const Out& out, int tokens, const TilePart& own, uint32* counter, const Added& added) const {
-    const int first = GROUPS * own.part / own.parts, end = GROUPS * (own.part + 1) / own.parts;
-    meet_blocks(counter, own.parts);
+  // Of one of the blocks that share a tile: some of its slots of either half.
+  template <typename Added>
+  DEVICE void take_share(const TilePart& part, uint32* counter, const Added& added) {
+    first = GROUPS * part.part / part.parts;
+    end = GROUPS * (part.part + 1) / part.parts;
+    meet_blocks(counter, part.parts);
     NO_UNROLL
-    for (int group = first; group < end; ++group) put(group, added(group));
-    leave_blocks(counter, own.parts);
-    finish(out, tokens, first, end);
+    for (int i = 2 * first; i < 2 * end; ++i) {
+      const int group = i / 2 + i % 2 * GROUPS;
+      store(own(group), added(group));
+    }
+    leave_blocks(counter, part.parts);
+  }
+
+  // Stores what was taken, of a group 4 sums of both halves, in the order of wgmma_16's d.
+  template <typename Out>
+  DEVICE void finish(const Out& out, int tokens) const {
+    const int token = tile.token + warp_index() * 16 + lane_index() / 4, slot = tile.slot + lane_index() % 4 * 2;
+    NO_UNROLL
+    for (int group = first; group < end; ++group) {
+      const Pack<float, 4> sums[2] = {load<4>(own(group)), load<4>(own(GROUPS + group))};
+      UNROLL
+      for (int lower = 0; lower < 2; ++lower) {
+        if (token + lower * 8 >= tokens) break;
+        const float left[2] = {sums[0].at[2 * lower], sums[0].at[2 * lower + 1]};
+        const float right[2] = {sums[1].at[2 * lower], sums[1].at[2 * lower + 1]};
+        out.template finish<Size::HALF>(token + lower * 8, slot + group * 8, left, right);
+      }
+    }
   }
 };
 
@@ -214,10 +287,10 @@ DEVICE float* left_of_thread(float* workspace, int index) {
 }
 
 template <typename Size>
-DEVICE void leave_sums(float* workspace, int index, const float (&sums)[Size::TOKENS / 2]) {
+DEVICE void leave_sums(float* workspace, int index, const float (&sums)[Size::SUMS]) {
   float* to = left_of_thread<Size>(workspace, index);
   UNROLL
-  for (int i = 0; i < Size::TOKENS / 2; i += 4) {
+  for (int i = 0; i < Size::SUMS; i += 4) {
     store(to + i * Size::THREADS, Pack<float, 4>{{sums[i], sums[i + 1], sums[i + 2], sums[i + 3]}});
   }
 }

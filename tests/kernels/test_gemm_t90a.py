@@ -28,7 +28,7 @@ from tests.kernels.layers import (
 
 STEM = "gemm_t90a"
 RNG = np.random.default_rng(12)
-SHARED_BYTES = {64: 99328, 128: 197632, 192: 230400}  # of 64 tokens, or by slots
+SHARED_BYTES = {64: 99328, 128: 197632, 144: 209920, 192: 230400}  # of 64 tokens, or by slots
 
 
 def run(
@@ -40,15 +40,16 @@ def run(
     whole: int = 0,
     parts: int = 1,
     splits: int = 1,
+    rows: str = "n",
     activation: str = "silu",
     in_place: bool = False,
 ) -> Output:
     """What the kernel with tiles of `most` tokens gives, those from `whole` on cut into `parts`.
 
-    With 64 tokens, `splits` is S of linear.cu.
+    With 64 tokens, `splits` is S of linear.cu. rows: the products' rows are slots (n) or tokens (t).
     """
     width = layer.rows // 2 if kind == "_act_mul" else layer.rows
-    slots = 192 if kind == "_act_mul" and most > 64 else 128
+    slots = 128 if kind in ("", "_add") or most == 64 else 192 if rows == "n" else 144
     tiles = -(-layer.tokens // most) * (-(-width // (slots // 2)) if kind == "_act_mul" else -(-layer.rows // slots))
     residual = with_poison(layer.residual)
     out = residual if in_place else blank(kind, layer.tokens + 3, width)
@@ -62,12 +63,12 @@ def run(
     behind += [splits] if most == 64 else []
     args = [*operands, *between, out, layer.tokens, width, layer.depth, *behind, whole, parts, workspace, counters]
     stem = f"gemm{kind}_t90a"
-    entry = f"{stem}_{layer.element.name}_n{most}"
+    entry = f"{stem}_{layer.element.name}_{rows}{most}"
     device.run(
         stem,
         entry,
         (whole + (tiles - whole) * parts,),
-        2 * slots,
+        2 * (slots if rows == "n" else most),
         args,
         SHARED_BYTES[64 if most == 64 else slots],
         tier="t90a",
@@ -94,13 +95,14 @@ def test_rows_and_depth_need_no_multiple_of_a_tile(
 
 
 @pytest.mark.parametrize(("whole", "parts"), [(0, 3), (1, 2)])
-@pytest.mark.parametrize("kind", ["", "_add", "_f32"])
+@pytest.mark.parametrize(("kind", "rows"), [("", "n"), ("_add", "n"), ("_f32", "n"), ("_f32", "t")])
 @pytest.mark.parametrize("most", [128, 256])
 def test_every_kind_is_exact_on_integers_also_where_tiles_are_cut(
-    device: Device, element: Element, kind: str, whole: int, parts: int, most: int
+    device: Device, element: Element, kind: str, rows: str, whole: int, parts: int, most: int
 ) -> None:
-    layer = integers(element, RNG, 66, rows=140, depth=264, bias=whole == 0)
-    assert np.array_equal(run(device, layer, kind, most=most, whole=whole, parts=parts), layer.expected(kind))
+    layer = integers(element, RNG, 66, rows=200 if kind == "_f32" else 140, depth=264, bias=whole == 0)
+    found = run(device, layer, kind, most=most, whole=whole, parts=parts, rows=rows)
+    assert np.array_equal(found, layer.expected(kind))
 
 
 def test_a_sum_may_be_written_over_the_residual(device: Device, element: Element) -> None:
@@ -110,11 +112,12 @@ def test_a_sum_may_be_written_over_the_residual(device: Device, element: Element
 
 @pytest.mark.parametrize(("activation", "width", "parts"), [("silu", 72, 1), ("gelu_tanh", 13, 2), ("gelu", 130, 1)])
 @pytest.mark.parametrize("most", [128, 256])
+@pytest.mark.parametrize("rows", ["n", "t"])
 def test_gate_and_up_are_paired(
-    device: Device, element: Element, activation: str, width: int, parts: int, most: int
+    device: Device, element: Element, activation: str, width: int, parts: int, most: int, rows: str
 ) -> None:
     layer = eighths(integers(element, RNG, 66, 2 * width, depth=136, most=4))
-    found = run(device, layer, "_act_mul", most=most, parts=parts, activation=activation)
+    found = run(device, layer, "_act_mul", most=most, parts=parts, activation=activation, rows=rows)
     assert gated_alike(found, layer, activation)
 
 
@@ -127,10 +130,12 @@ def test_sums_are_as_near_to_the_truth_as_floats_allow(device: Device, element: 
     assert np.all(np.abs(out - truth) <= 1.01 * (bound + half_place(element, truth)))
 
 
-def test_both_widths_and_every_place_in_a_tile_give_the_same_bits(device: Device, element: Element) -> None:
+def test_all_widths_and_every_place_in_a_tile_give_the_same_bits(device: Device, element: Element) -> None:
     layer = normal(element, RNG, 140, rows=40, depth=264)
     whole = run(device, layer, "_f32", parts=2)
     assert np.array_equal(run(device, layer, "_f32", most=256, parts=2), whole)
+    assert np.array_equal(run(device, layer, "_f32", parts=2, rows="t"), whole)
+    assert np.array_equal(run(device, layer, "_f32", most=256, parts=2, rows="t"), whole)
     for first, count in ((0, 1), (139, 1), (5, 100)):
         assert np.array_equal(run(device, layer.some(first, count), "_f32", parts=2), whole[first : first + count])
 
@@ -143,6 +148,7 @@ def test_added_and_gated_are_what_follows_the_plain_product(device: Device, elem
     assert np.array_equal(run(device, layer, "_add"), out)
     device.run("act_mul", f"act_mul_{element.name}", (6, 1), 256, [plain, gated, 24, 0], tier="t80")
     assert np.array_equal(run(device, layer, "_act_mul"), gated)
+    assert np.array_equal(run(device, layer, "_act_mul", rows="t"), gated)
 
 
 @pytest.mark.parametrize("kind", KINDS)

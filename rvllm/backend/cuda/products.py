@@ -15,7 +15,10 @@ from rvllm.program.program import joined_name
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 LINEAR_TOKENS = 64  # up to here weights are streamed past the tokens, beyond they meet in tiles
 WIDE_TOKENS = 32  # beyond, warpgroups multiply where there are any
-WIDE_SHARED_BYTES = {64: 99328, 128: 197632, 192: 230400}  # of a tile of gemm_t90a, with 64 tokens or by its slots
+WIDE_SHARED_BYTES = {64: 99328, 128: 197632, 144: 209920, 192: 230400}  # of gemm_t90a with 64 tokens, or by slots
+# Tiles of gemm_t90a for weights of many rows: slots, and for how much more depth a tile takes time (benchmarks/LOG.md).
+SLOT_ROWS, TOKEN_ROWS = (192, 1200), (144, 500)
+MOST_PARTS_OF_256 = 4  # of a cut tile of 256 tokens
 WIDE_MULTIPROCESSORS = 144  # no GPU of tier t90a has more
 ALONE_SHARED_BYTES = 116 << 10  # more than half of what a multiprocessor of tier t90a has
 
@@ -34,7 +37,7 @@ def products(op: Linear, after: object, target: Target) -> list[Launch]:
 
 def _product(op: Linear, after: object, target: Target, begin: int, tokens: int, wide: bool) -> Launch:
     """The product of tokens [begin, begin + tokens)."""
-    rows, depth = sum(weight.sizes({})[0] for weight in op.weights), width_of(op.x)
+    rows, depth = _rows(op), width_of(op.x)
     few = tokens <= LINEAR_TOKENS
     bias = target.address(joined_name(op.biases)) if op.biases else 0
 
@@ -43,9 +46,9 @@ def _product(op: Linear, after: object, target: Target, begin: int, tokens: int,
 
     x, weight = address(op.x), target.address(joined_name(op.weights))
     if wide:
-        most = _tile_tokens(tokens, target)
+        most = _tile_tokens(op, after, tokens, target)
         x = target.matrix_map(x, tokens, depth, most)
-        weight = target.matrix_map(weight, rows, depth, _wide_slots(after, most) // 2)
+        weight = target.matrix_map(weight, rows, depth, _wide_slots(op, after, tokens, most, target) // 2)
     inputs = [x, weight, bias]
     if isinstance(after, ActMul):
         name, out, tiles = "act_mul", after.out, 16 * covering(rows // 2, 8)
@@ -61,7 +64,7 @@ def _product(op: Linear, after: object, target: Target, begin: int, tokens: int,
     entry = f"{stem}_{suffix(op.x.dtype)}"
     arguments = (*inputs, address(out), *values)
     if wide:
-        return _wide(stem, suffix(op.x.dtype), tokens, tiles, rows, depth, after, arguments, target)
+        return _wide(stem, op, after, tokens, tiles, arguments, target)
     if few:
         return _streaming(stem, entry, tokens, tiles, depth, arguments, target)
     return _tiled(stem, entry, tokens, rows, arguments, target)
@@ -99,23 +102,17 @@ def _tiled(stem: str, entry: str, tokens: int, rows: int, arguments: tuple[int |
 
 
 def _wide(
-    stem: str,
-    element: str,
-    tokens: int,
-    slots: int,
-    rows: int,
-    depth: int,
-    after: object,
-    arguments: tuple[int | float, ...],
-    target: Target,
+    stem: str, op: Linear, after: object, tokens: int, slots: int, arguments: tuple[int | float, ...], target: Target
 ) -> Launch:
     """gemm_t90a.cu's launch: tiles that would leave most of the GPU idle in the last wave are cut along the depth.
 
     Tiles of 64 tokens have the bits of linear, two of their blocks fit on a multiprocessor.
     """
-    most = _tile_tokens(tokens, target)
+    depth = width_of(op.x)
+    most = _tile_tokens(op, after, tokens, target)
+    width = _wide_slots(op, after, tokens, most, target)
     at_once = target.multiprocessors * (2 if most == 64 else 1)
-    tiles = covering(tokens, most) * _wide_tiles(rows, after, most)
+    tiles = covering(tokens, most) * _wide_tiles(op, after, width)
     splits = _depth_parts(slots, depth) if most == 64 else 1
     whole = 0 if splits > 1 else tiles - tiles % at_once
     room = at_once // max(tiles - whole, 1)  # blocks for a tile
@@ -123,38 +120,60 @@ def _wide(
         parts = next(count for count in (8, 4, 2, 1) if count <= max(room, min(splits, 2)))
         arguments = (*arguments, splits)
     else:
-        parts = max(1, min(room, most // 16, covering(depth, 128 if most == 256 else 256)))
+        shares = width // 16 if width == TOKEN_ROWS[0] else most // 16
+        parts = max(1, min(room, shares, covering(depth, 128 if most == 256 else 256)))
     grid = (whole + (tiles - whole) * parts,)
     where = (whole, parts, target.workspace, target.counters)
-    entry = f"{stem}_t90a_{element}_n{most}"
-    width = _wide_slots(after, most)
+    rows_are = "t" if width == TOKEN_ROWS[0] else "n"
+    entry = f"{stem}_t90a_{suffix(op.x.dtype)}_{rows_are}{most}"
+    block = 2 * (most if rows_are == "t" else width)
     shared = WIDE_SHARED_BYTES[64 if most == 64 else width]
-    return Launch(f"{stem}_t90a", entry, grid, 2 * width, shared, (*arguments, *where))
+    return Launch(f"{stem}_t90a", entry, grid, block, shared, (*arguments, *where))
 
 
-def _tile_tokens(tokens: int, target: Target) -> int:
-    """Tokens of a tile of gemm_t90a.cu."""
-    return 64 if target.batch_invariant else next((size for size in (64, 128) if tokens <= size), 256)
+def _rows(op: Linear) -> int:
+    return sum(weight.sizes({})[0] for weight in op.weights)
 
 
-def _wide_slots(after: object, most: int) -> int:
-    """Slots of a tile of gemm_t90a.cu. Gate and up have rows enough for tiles that read less and leave in one wave."""
-    return 192 if isinstance(after, ActMul) and most > 64 else 128
+def _tile_tokens(op: Linear, after: object, tokens: int, target: Target) -> int:
+    """Tokens of a tile of gemm_t90a.cu.
+
+    Where larger ones would be cut into many parts, their sums take longer than what smaller ones read more.
+    """
+    if target.batch_invariant or tokens <= 64:
+        return 64
+    if tokens <= 128:
+        return 128
+    cut_in = target.multiprocessors // (covering(tokens, 256) * _wide_tiles(op, after, 128))
+    return 128 if cut_in > MOST_PARTS_OF_256 else 256
 
 
-def _wide_tiles(rows: int, after: object, most: int) -> int:
+def _wide_slots(op: Linear, after: object, tokens: int, most: int, target: Target) -> int:
+    """Slots of a tile of gemm_t90a.cu."""
+    if most == 64 or not (isinstance(after, ActMul) or op.out.dtype is F32):
+        return 128
+
+    def cost(tile: tuple[int, int]) -> int:
+        slots, more = tile
+        tiles = covering(tokens, most) * _wide_tiles(op, after, slots)
+        return covering(tiles, target.multiprocessors) * (width_of(op.x) + more)
+
+    return min(TOKEN_ROWS, SLOT_ROWS, key=cost)[0]
+
+
+def _wide_tiles(op: Linear, after: object, slots: int) -> int:
     """Tiles that cover a weight's rows: act_mul has as many gate rows and their up rows in a tile."""
-    slots = _wide_slots(after, most)
+    rows = _rows(op)
     return covering(rows // 2, slots // 2) if isinstance(after, ActMul) else covering(rows, slots)
 
 
 def _wide_tokens(op: Linear, after: object, target: Target) -> int:
     """How many tokens gemm_t90a.cu takes at a time in tiles of 64: where all are cut, their parts need workspace."""
-    rows, depth = sum(weight.sizes({})[0] for weight in op.weights), width_of(op.x)
+    rows, depth = _rows(op), width_of(op.x)
     splits = _depth_parts(16 * covering(rows // 2, 8) if isinstance(after, ActMul) else rows, depth)
     if splits == 1:
         return rows_of(op.out, target.bucket)
-    return LINEAR_TOKENS * max(1, WIDE_MULTIPROCESSORS // (splits * _wide_tiles(rows, after, LINEAR_TOKENS)))
+    return LINEAR_TOKENS * max(1, WIDE_MULTIPROCESSORS // (splits * _wide_tiles(op, after, 128)))
 
 
 def product_workspace(ops: Iterable[Linear], tier: str) -> tuple[int, int]:
@@ -163,7 +182,7 @@ def product_workspace(ops: Iterable[Linear], tier: str) -> tuple[int, int]:
     if tier == "t90a":  # _wide, tiles of 64 tokens
         partial, counters = WIDE_MULTIPROCESSORS * 262144, 8 * WIDE_MULTIPROCESSORS
     for op in ops:
-        rows, depth = sum(weight.sizes({})[0] for weight in op.weights), width_of(op.x)
+        rows, depth = _rows(op), width_of(op.x)
         rows = 16 * covering(rows, 8)  # act_mul pairs rows in tiles of eight
         split = _depth_parts(rows, depth)
         partial = max(partial, 64 * LINEAR_TOKENS * split * (covering(rows, 16) + 1))

@@ -186,6 +186,7 @@ DEVICE float hyperbolic_tangent(float value) { return std::tanh(value); }
 DEVICE float error_function(float value) { return std::erf(value); }
 DEVICE float logarithm(float value) { return std::log(value); }
 DEVICE double logarithm(double value) { return std::log(value); }
+DEVICE float reciprocal(float value) { return 1.0f / value; }
 DEVICE float power_of_two(float value) {
   const float power = std::exp2(value);
   return power < 0x1p-126f ? 0.0f : power;
