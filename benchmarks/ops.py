@@ -2,9 +2,10 @@
 
     python benchmarks/ops.py benchmarks/shapes/qwen2.5-1.5b [--n 1,64] [--context 512]
 
-Microseconds by CUDA events, the median of 20 replays, dummy weights in bf16: of a kernel in a row of its like, and of one
-in the whole, which is what the whole takes less without those of its kind. In the whole, kernels overlap, but find neither
-their code nor what they read on the multiprocessor. Before, every op of a model of two such layers is held to its definition.
+Microseconds by CUDA events, the median of 20 replays, dummy weights in bf16: of a kernel in a row of its like, and of
+one in the whole, which is what the whole takes less without those of its kind. There kernels overlap, but find neither
+their code nor what they read on the multiprocessor. Before, every op of a model of two such layers is held to its
+definition.
 """
 
 from __future__ import annotations

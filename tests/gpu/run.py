@@ -3,15 +3,19 @@
     python tests/gpu/run.py [pytest's arguments]          RVLLM_TIER=t70 python tests/gpu/run.py
 
 The result is kept by tier, so that a run with a forced tier stands beside the others. Exits as pytest does; with 1 too
-where nothing ran.
+where nothing ran. Where pytest-xdist is installed, the kernels' tests, most of whose time is the definitions' on the CPU,
+run side by side.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -27,8 +31,9 @@ from rvllm.backend.cuda.kernels import Gpu  # noqa: E402
 from rvllm.cli.machine import commit, nvidia  # noqa: E402
 from rvllm.errors import DeviceError  # noqa: E402
 
-# Named, because the others' imports need packages that a machine with a GPU may lack.
-PLACES = ("gpu", "kernels", "unit/test_driver.py")
+# Named, because the others' imports need packages that a machine with a GPU may lack. Whole models count the GPU's free
+# memory, and are alone on it.
+KERNELS, MODELS = ("kernels", "unit/test_driver.py"), ("gpu",)
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_tests.json"
 
 
@@ -61,6 +66,19 @@ def record(facts: dict[str, Any]) -> None:
     RESULTS.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
+def run(arguments: Sequence[str], counts: Counts, side_by_side: int) -> int:
+    """pytest's exit status, of several runs the first that is not 0; no test in one of them is none."""
+    status = int(pytest.ExitCode.NO_TESTS_COLLECTED)
+    for places, workers in ((KERNELS, side_by_side), (MODELS, 0)):
+        paths = [str(ROOT / "tests" / name) for name in places]
+        several = ["-n", str(workers)] if workers else []
+        ended = int(pytest.main(["-m", "gpu", "--rootdir", str(ROOT), *several, *paths, *arguments], [counts]))
+        if ended not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            return ended
+        status = min(status, ended)
+    return status
+
+
 def main() -> int:
     try:
         facts = machine()
@@ -69,8 +87,8 @@ def main() -> int:
         return 1
     counts = Counts()
     begin_s = time.monotonic()
-    places = [str(ROOT / "tests" / name) for name in PLACES]
-    code = int(pytest.main(["-m", "gpu", "--rootdir", str(ROOT), *places, *sys.argv[1:]], [counts]))
+    workers = min(8, (os.cpu_count() or 1) // 2) if importlib.util.find_spec("xdist") else 0
+    code = run(sys.argv[1:], counts, workers)
     facts |= {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": commit(),

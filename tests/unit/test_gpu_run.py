@@ -28,6 +28,23 @@ def test_outcomes_are_counted_once_a_test_and_skips_by_reason(tmp_path: Path) ->
     assert counts.skipped == {"no second GPU": 1}
 
 
+@pytest.mark.parametrize(("kernels", "models", "status"), [(0, 0, 0), (0, 5, 0), (5, 5, 5), (1, 0, 1), (0, 2, 2)])
+def test_models_run_alone_behind_the_kernels_tests(
+    monkeypatch: pytest.MonkeyPatch, kernels: int, models: int, status: int
+) -> None:
+    given = []
+
+    def main(arguments: list[str], plugins: list[object]) -> int:
+        given.append(arguments)
+        return kernels if "-n" in arguments else models
+
+    monkeypatch.setattr(pytest, "main", main)
+    assert run.run(["-x"], run.Counts(), 4) == status
+    assert given[0][-1] == "-x" and str(run.ROOT / "tests" / "kernels") in given[0]
+    assert len(given) == (1 if kernels == 1 else 2)
+    assert all(str(run.ROOT / "tests" / "gpu") in arguments and "-n" not in arguments for arguments in given[1:])
+
+
 def test_a_result_of_each_tier_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "RESULTS", tmp_path / "results" / "gpu_tests.json")
     for tier, passed in (("t90a", 1), ("t70", 2), ("t90a", 3)):
