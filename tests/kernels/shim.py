@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,11 @@ _ASKS_FOR_TIER = re.compile(r"^#if TIER >= (\d+)$", re.MULTILINE)
 
 # No contraction, as in the build of the PTX. Unique symbols would be shared between libraries, and so would the shared
 # memory of functions that two kernels include.
-_FLAGS = ("-x", "c++", "-std=c++17", "-O1", "-g1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror")
+_FLAGS = ("-x", "c++", "-std=c++17", "-Og", "-g1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror")
 _RULES = ("-ffp-contract=off", "-fno-strict-aliasing", "-fno-gnu-unique", "-fvisibility=hidden")
 _SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+_MACHINE = ("-x", "c++", "-std=c++17", "-O2", "-g1", "-fPIC", "-Wall", "-Wextra", "-Werror", "-fno-builtin", "-c")
+_WATCHED = ("-DSHIM_SANITIZED", "-fno-omit-frame-pointer")  # the machine of sanitized libraries
 _NUMBERS: dict[str, Any] = {"i": ctypes.c_int32, "u": ctypes.c_uint32, "l": ctypes.c_int64, "f": ctypes.c_float}
 
 Argument = int | float  # an address is an int
@@ -141,16 +143,22 @@ def load(stem: str, tier: str) -> ctypes.CDLL:
     tier = host_tier(stem, tier)
     source, tier_of = source_of(stem), TIERS[tier]
     text = _program(source)
+    path = _kept(f"{stem}-{tier}", _hash(source, tier_of, text), ".so", lambda to: _compile(source, tier_of, text, to))
+    return ctypes.CDLL(str(path))
+
+
+def _kept(name: str, digest: str, suffix: str, make: Callable[[Path], None]) -> Path:
+    """The path in the cache, where `make` has put it unless it was there; those of other digests go."""
     kind = "-sanitized" if SANITIZED else ""
-    path = CACHE / f"{stem}-{tier}-{_hash(source, tier_of, text)}{kind}.so"
+    path = CACHE / f"{name}-{digest}{kind}{suffix}"
     CACHE.mkdir(parents=True, exist_ok=True)
-    with (CACHE / f"{stem}-{tier}{kind}.lock").open("w") as lock:  # of processes side by side, one compiles
+    with (CACHE / f"{name}{kind}.lock").open("w") as lock:  # of processes side by side, one compiles
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            for old in CACHE.glob(f"{stem}-{tier}-*{kind or '[0-9a-f]'}.so"):
+            for old in CACHE.glob(f"{name}-{'[0-9a-f]' * len(digest)}{kind}{suffix}"):
                 old.unlink()
-            _compile(source, tier_of, text, path)
-    return ctypes.CDLL(str(path))
+            make(path)
+    return path
 
 
 def _program(source: Source) -> str:
@@ -160,10 +168,16 @@ def _program(source: Source) -> str:
 
 
 def _hash(source: Source, tier: Tier, text: str) -> str:
-    digest = hashlib.sha256("\0".join((*_FLAGS, *_RULES, *_SANITIZERS, tier.name, text)).encode())
+    digest = hashlib.sha256("\0".join((*_FLAGS, *_RULES, *_SANITIZERS, tier.name, text, _machine_hash())).encode())
     for name, part in source.files.items():
         digest.update(f"\0{name}\0{part}".encode())
-    for path in sorted(FOLDER.glob("*.h")):
+    return digest.hexdigest()[:16]
+
+
+@functools.cache
+def _machine_hash() -> str:
+    digest = hashlib.sha256("\0".join((*_MACHINE, *_RULES, *_WATCHED)).encode())
+    for path in sorted(FOLDER.iterdir()):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -174,18 +188,31 @@ def preprocessed(stem: str, tier: str) -> str:
 
 
 def _compile(source: Source, tier: Tier, text: str, path: Path) -> None:
+    machine = _kept("machine", _machine_hash(), ".o", _compile_machine)
     partial = path.with_suffix(f".{os.getpid()}")
-    _compiler(source, tier, text, "-o", str(partial))
+    _compiler(source, tier, text, "-x", "none", str(machine), "-o", str(partial))
+    partial.rename(path)
+
+
+def _compile_machine(path: Path) -> None:
+    partial = path.with_suffix(f".{os.getpid()}")
+    watched = _WATCHED if SANITIZED else ()
+    _gxx("machine.cc", *_MACHINE, *_RULES, *watched, str(FOLDER / "machine.cc"), "-o", str(partial))
     partial.rename(path)
 
 
 def _compiler(source: Source, tier: Tier, text: str, *wanted: str) -> str:
+    folders = [f"-I{root / 'src'}" for root in ROOTS] + [f"-I{FOLDER}"]
+    sanitizers = _SANITIZERS if SANITIZED else ()
+    flags = [*_FLAGS, *_RULES, *sanitizers, f"-DTIER={tier.number}", *folders]
+    return _gxx(f"{source.stem}.cu", *flags, "-", *wanted, text=text)
+
+
+def _gxx(what: str, *arguments: str, text: str = "") -> str:
     compiler = shutil.which("g++")
     assert compiler is not None, "the kernel tests compile with g++, which is not there. hint: apt-get install g++"
-    folders = [f"-I{root / 'src'}" for root in ROOTS] + [f"-I{FOLDER}"]
-    flags = [*_FLAGS, *_RULES, *(_SANITIZERS if SANITIZED else ()), f"-DTIER={tier.number}", *folders]
-    done = subprocess.run([compiler, *flags, "-", *wanted], input=text, capture_output=True, text=True)
-    assert done.returncode == 0, f"{source.stem}.cu does not compile for the host:\n{done.stderr}"
+    done = subprocess.run([compiler, *arguments], input=text, capture_output=True, text=True)
+    assert done.returncode == 0, f"{what} does not compile for the host:\n{done.stderr}"
     return done.stdout
 
 

@@ -17,8 +17,11 @@ FILES = [path.name for path in TESTS if "device: Device" in path.read_text(encod
 
 
 def pytest_run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, cwd=FOLDER.parents[1], env=sanitizer_environment(), capture_output=True, text=True)
+    command = [sys.executable, "-m", "pytest", "-x", "-s", "-p", "no:cacheprovider", *arguments]
+    # -s: a process that a sanitizer ends would take with it what pytest has caught. Plugins of other packages, which no
+    # kernel test asks for, would cost each process four seconds.
+    env = {**sanitizer_environment(), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return subprocess.run(command, cwd=FOLDER.parents[1], env=env, capture_output=True, text=True)
 
 
 @pytest.mark.slow

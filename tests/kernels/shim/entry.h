@@ -5,7 +5,7 @@
 
 #include <utility>
 
-#include "machine.h"
+#include "seen.h"
 
 namespace shim {
 
@@ -25,20 +25,20 @@ const char* signature(void (*)(A...)) {
 }
 
 template <typename... A, size_t... I>
-int launch(void (*kernel)(A...), Launch& launch, void** arguments, std::index_sequence<I...>) {
-  return run(launch, [=] { kernel(*static_cast<A*>(arguments[I])...); });
+void call(void (*kernel)(A...), void** arguments, std::index_sequence<I...>) {
+  kernel(*static_cast<A*>(arguments[I])...);
 }
 
 template <typename... A>
-int launch(void (*kernel)(A...), Launch& to, void** arguments) {
-  return launch(kernel, to, arguments, std::index_sequence_for<A...>());
+void call(void (*kernel)(A...), void** arguments) {
+  call(kernel, arguments, std::index_sequence_for<A...>());
 }
 
 }  // namespace shim
 
 #define SHIM_EXPORT extern "C" __attribute__((visibility("default")))
-#define SHIM_ENTRY(name)                                                  \
-  SHIM_EXPORT int launch_##name(shim::Launch* launch, void** arguments) { \
-    return shim::launch(name, *launch, arguments);                        \
-  }                                                                       \
+#define SHIM_ENTRY(name)                                                                   \
+  SHIM_EXPORT int launch_##name(shim::Launch* launch, void** arguments) {                  \
+    return shim::run(*launch, [](void** values) { shim::call(name, values); }, arguments); \
+  }                                                                                        \
   SHIM_EXPORT const char* signature_##name() { return shim::signature(name); }

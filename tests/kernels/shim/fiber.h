@@ -9,7 +9,7 @@
 #if !defined(__x86_64__) || !defined(__linux__)
 #error "the kernel tests switch stacks by hand, for Linux on x86-64 only"
 #endif
-#ifdef __SANITIZE_ADDRESS__
+#ifdef SHIM_SANITIZED
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
@@ -42,7 +42,7 @@ shim_switch:
 
 namespace shim {
 
-#ifdef __SANITIZE_ADDRESS__
+#ifdef SHIM_SANITIZED
 constexpr size_t STACK_BYTES = 256 << 10;  // red zones around every local
 #else
 constexpr size_t STACK_BYTES = 64 << 10;
@@ -53,6 +53,7 @@ struct Fiber {
   void* stack_pointer = nullptr;
   char* stack = nullptr;  // STACK_BYTES, above a page that faults
   void* fake_stack = nullptr;
+  bool ended = true;  // by its own return: the sanitizer knows nothing more of its stack
 
   Fiber() = default;
   Fiber(const Fiber&) = delete;
@@ -68,11 +69,13 @@ struct Fiber {
       void* got = mmap(nullptr, GUARD_BYTES + STACK_BYTES, PROT_READ | PROT_WRITE, flags, -1, 0);
       if (got == MAP_FAILED || mprotect(got, GUARD_BYTES, PROT_NONE) != 0) abort();
       stack = static_cast<char*>(got) + GUARD_BYTES;
+      ended = false;  // others may have had these addresses
     }
-#ifdef __SANITIZE_ADDRESS__
-    __asan_unpoison_memory_region(stack, STACK_BYTES);  // an earlier use may have been abandoned
+#ifdef SHIM_SANITIZED
+    if (!ended) __asan_unpoison_memory_region(stack, STACK_BYTES);  // an earlier use was abandoned
     fake_stack = nullptr;
 #endif
+    ended = false;
     // Six registers, the address to "return" to, and one word that aligns the stack as a call would.
     void** top = reinterpret_cast<void**>(stack + STACK_BYTES) - 2;
     top[0] = reinterpret_cast<void*>(entry);
@@ -90,17 +93,17 @@ struct Home {
 };
 
 inline void enter(Home& home, Fiber& fiber) {
-#ifdef __SANITIZE_ADDRESS__
+#ifdef SHIM_SANITIZED
   __sanitizer_start_switch_fiber(&home.fake_stack, fiber.stack, STACK_BYTES);
 #endif
   shim_switch(&home.stack_pointer, fiber.stack_pointer);
-#ifdef __SANITIZE_ADDRESS__
+#ifdef SHIM_SANITIZED
   __sanitizer_finish_switch_fiber(home.fake_stack, nullptr, nullptr);
 #endif
 }
 
 inline void started(Home& home, Fiber& fiber) {
-#ifdef __SANITIZE_ADDRESS__
+#ifdef SHIM_SANITIZED
   __sanitizer_finish_switch_fiber(fiber.fake_stack, &home.bottom, &home.bytes);
 #else
   (void)home, (void)fiber;
@@ -108,7 +111,7 @@ inline void started(Home& home, Fiber& fiber) {
 }
 
 inline void leave(Home& home, Fiber& fiber, bool for_good) {
-#ifdef __SANITIZE_ADDRESS__
+#ifdef SHIM_SANITIZED
   __sanitizer_start_switch_fiber(for_good ? nullptr : &fiber.fake_stack, home.bottom, home.bytes);
 #else
   (void)for_good;

@@ -7,42 +7,20 @@
 #include <algorithm>
 #include <cstdarg>
 #include <cstdio>
-#include <cstring>
 #include <functional>
 #include <list>
 #include <map>
 #include <vector>
 
 #include "fiber.h"
+#include "seen.h"
 
 namespace shim {
 
-enum Schedule { ROUND_ROBIN, REVERSE, RANDOM, ONE_WARP };  // ONE_WARP: until all its threads wait or yield; then any
-
 constexpr int MOST_THREADS = 1024;
-constexpr int LANES = 32;
 constexpr int BARRIERS = 16;
-constexpr int SLOT_BYTES = 64;     // what a lane shows the others in one operation
-constexpr int CANARY_BYTES = 256;  // behind the shared memory
-constexpr unsigned char POISON = 0xff;
+constexpr int CANARY_BYTES = 256;     // behind the shared memory
 constexpr int MOST_TURNS = 20000000;  // of one block: seconds, so a thread spins for what never comes
-
-// Memory that the grid before is still writing: poison in every block until all its threads have waited for that grid.
-struct Late {
-  unsigned char* at;
-  uint64_t bytes;
-};
-
-struct Launch {
-  int grid[3];
-  int block;
-  int shared_bytes;
-  int schedule;
-  uint64_t seed;
-  char message[1024];
-  int late_count;
-  Late late[8];
-};
 
 struct Copy {
   void* to;
@@ -50,14 +28,48 @@ struct Copy {
   int valid, bytes;
 };
 
+// A product that a warpgroup has started: this thread's part of it.
+struct Product {
+  float* d;
+  int count;
+  uint64_t a, b;
+  bool brain;
+};
+
+// What was started and happens later, in groups that are waited for in their order.
+template <typename T>
+struct Groups {
+  struct Member {
+    T what;
+    size_t group;
+  };
+  std::vector<Member> members;
+  size_t open = 0;  // the group that is not yet committed
+  size_t done = 0;  // members that have happened
+
+  void clear() {
+    members.clear();
+    open = done = 0;
+  }
+
+  // Complete the oldest committed groups until `left` remain.
+  template <typename F>
+  void finish(size_t left, F happen) {
+    while (done < members.size() && members[done].group + left < open) happen(members[done++].what);
+    if (done < members.size()) return;
+    members.clear();
+    done = 0;
+  }
+};
+
 struct Thread {
   Fiber fiber;
   bool finished = false;
-  const char* waits_for = nullptr;                           // null: it spins
-  const uint32_t* word = nullptr;                            // it waits until other blocks have brought this
-  uint32_t least = 0;                                        // to so much
-  std::vector<std::vector<Copy>> copies;                     // committed groups, and last the open one
-  std::vector<std::vector<std::function<void()>>> products;  // of the thread's warpgroup, in the same way
+  const char* waits_for = nullptr;  // null: it spins
+  const uint32_t* word = nullptr;   // it waits until other blocks have brought this
+  uint32_t least = 0;               // to so much
+  Groups<Copy> copies;
+  Groups<Product> products;  // of the thread's warpgroup
 };
 
 // A word on which threads wait for others and for bytes (mbarrier).
@@ -93,6 +105,12 @@ struct Meeting {
 struct Warp {
   uint32_t finished = 0;
   std::list<Meeting> meetings;  // a list, since lanes hold references across switches
+
+  // For the next block. The places where its lanes have met stay: they are large.
+  void clear() {
+    finished = 0;
+    for (Meeting& meeting : meetings) meeting.arrived = 0, meeting.turn = 0;
+  }
 };
 
 // An array of fixed size in shared memory: one for all blocks, so that it is put away for a block that waits for others.
@@ -121,7 +139,8 @@ struct Block {
 
 struct Machine {
   Launch* launch = nullptr;
-  std::function<void()> kernel;
+  void (*kernel)(void**) = nullptr;
+  void** arguments = nullptr;
   Block* now = nullptr;
   std::vector<Block*> waiting;  // for what others will do
   Block* spare = nullptr;  // with stacks that can be used again; no more than one, for a process may have few mappings
@@ -134,6 +153,13 @@ struct Machine {
 };
 
 inline Machine machine;
+Seen seen;
+
+inline void run_with(Block* block) {
+  machine.now = block;
+  memcpy(seen.block, block->block, sizeof(seen.block));
+  seen.shared = block->shared;
+}
 
 // splitmix64 (Steele, Lea and Flood 2014)
 inline uint32_t random_below(uint32_t bound) {
@@ -148,7 +174,7 @@ inline Thread& current_thread() { return machine.now->threads[machine.now->curre
 inline void back_to_scheduler(bool for_good = false) { leave(machine.home, current_thread().fiber, for_good); }
 
 // End the launch with a message. Called on a fiber, it does not return.
-inline void fail(const char* format, ...) {
+void fail(const char* format, ...) {
   char* message = machine.launch->message;
   const size_t room = sizeof(machine.launch->message);
   int used = snprintf(message, room, "block (%d, %d, %d), thread %d: ", machine.now->block[0], machine.now->block[1],
@@ -164,13 +190,12 @@ inline void fail(const char* format, ...) {
 inline void set_runnable(int thread) { machine.now->runnable[thread / LANES] |= 1u << thread % LANES; }
 
 // Let others run first: another warp too, since this thread may wait for what that one does.
-inline void yield() {
+void yield() {
   machine.gives_way = true;
   back_to_scheduler();
 }
 
-// For what the hardware does with all lanes of a warp or not at all.
-inline void need_whole_warp(const char* operation) {
+void need_whole_warp(const char* operation) {
   if (machine.now->warps[machine.now->current / LANES].finished != 0) fail("%s, but the warp lacks lanes", operation);
 }
 
@@ -184,7 +209,7 @@ inline void open_if_full(Barrier& barrier) {
   barrier.arrived = 0;
 }
 
-inline void arrive(int id, int expected, bool waits) {
+void arrive(int id, int expected, bool waits) {
   if (id < 0 || id >= BARRIERS) fail("barrier %d does not exist", id);
   if (expected % LANES != 0) fail("barrier %d counts %d threads, which are not whole warps", id, expected);
   Barrier& barrier = machine.now->barriers[id];
@@ -221,9 +246,16 @@ inline void meet_if_complete(Warp& warp, int warp_index, Meeting& meeting) {
   meeting.turn ^= 1;
 }
 
-// Show `bytes` to the other lanes, wait for theirs; gives the slots of all lanes, whole until this thread next waits.
-inline const unsigned char (*meet(const char* operation, uint32_t lanes, const void* shown, int bytes)) [SLOT_BYTES] {
-  static_assert(SLOT_BYTES >= 24, "a and b of the largest matrix product");
+// A call of memcpy for each would cost more than the copy.
+inline void put(unsigned char* slot, const void* shown, int bytes) {
+  const auto* from = static_cast<const unsigned char*>(shown);
+  int at = 0;
+  for (; at + 8 <= bytes; at += 8) __builtin_memcpy(slot + at, from + at, 8);
+  for (; at + 4 <= bytes; at += 4) __builtin_memcpy(slot + at, from + at, 4);
+  for (; at < bytes; ++at) slot[at] = from[at];
+}
+
+Slots meet(const char* operation, uint32_t lanes, const void* shown, int bytes) {
   const int warp_index = machine.now->current / LANES, lane = machine.now->current % LANES;
   Warp& warp = machine.now->warps[warp_index];
   if (!(lanes >> lane & 1)) fail("%s over lanes %08x, of which lane %d is none", operation, lanes, lane);
@@ -236,13 +268,13 @@ inline const unsigned char (*meet(const char* operation, uint32_t lanes, const v
     meeting = &warp.meetings.back();
     meeting->lanes = lanes;
   }
-  if (meeting->arrived != 0 && strcmp(meeting->operation, operation) != 0) {
+  if (meeting->arrived != 0 && meeting->operation != operation && strcmp(meeting->operation, operation) != 0) {
     fail("%s, but other lanes of the warp are at %s", operation, meeting->operation);
   }
   const int turn = meeting->turn;
   meeting->operation = operation;
   meeting->arrived |= 1u << lane;
-  memcpy(meeting->slots[turn][lane], shown, bytes);
+  put(meeting->slots[turn][lane], shown, bytes);
   machine.now->runnable[warp_index] &= ~(1u << lane);
   meet_if_complete(warp, warp_index, *meeting);
   current_thread().waits_for = operation;
@@ -253,7 +285,7 @@ inline const unsigned char (*meet(const char* operation, uint32_t lanes, const v
 
 // ---- Other blocks
 
-inline void wait_until(const uint32_t* word, uint32_t least) {
+void wait_until(const uint32_t* word, uint32_t least) {
   Thread& self = current_thread();
   while (*word < least) {
     self.word = word;
@@ -283,51 +315,6 @@ inline bool waits_for_blocks(const Block& block) {
     if (thread.word != nullptr) return true;
   }
   return false;
-}
-
-// ---- Arrivals, and the copy engine: a box comes as late as it may, in any order, when nothing else can happen
-
-inline Arrivals& arrivals_at(void* word) {
-  const auto found = machine.now->arrivals.find(word);
-  if (found == machine.now->arrivals.end()) fail("an arrival at %p, where none was begun", word);
-  return found->second;
-}
-
-inline void end_phase_if_all_came(Arrivals& arrivals) {
-  if (arrivals.missing > 0 || arrivals.bytes != 0) return;
-  ++arrivals.phase;
-  arrivals.missing = arrivals.count;
-}
-
-inline void arrive_once(void* word, int64_t expected_bytes) {
-  Arrivals& arrivals = arrivals_at(word);
-  if (arrivals.missing == 0) fail("more arrivals than the word at %p counts", word);
-  arrivals.bytes += expected_bytes;
-  --arrivals.missing;
-  end_phase_if_all_came(arrivals);
-}
-
-inline void bring_box(size_t index) {
-  const Box box = machine.now->boxes[index];
-  machine.now->boxes.erase(machine.now->boxes.begin() + int64_t(index));
-  box.copy();
-  Arrivals& arrivals = machine.now->arrivals[box.word];
-  arrivals.bytes -= box.bytes;
-  end_phase_if_all_came(arrivals);
-}
-
-inline void bring_all_boxes() {
-  while (!machine.now->boxes.empty()) bring_box(0);
-}
-
-inline void wait_arrivals(void* word, uint32_t parity) {
-  while ((arrivals_at(word).phase & 1) == parity) {
-    current_thread().waits_for = "arrivals";
-    if (!machine.now->boxes.empty() && random_below(4) == 0)
-      bring_box(random_below(uint32_t(machine.now->boxes.size())));
-    yield();
-  }
-  current_thread().waits_for = nullptr;
 }
 
 // ---- What the grid before writes
@@ -369,6 +356,7 @@ inline void wait_for_late() {
 inline void finish_thread() {
   Warp& warp = machine.now->warps[machine.now->current / LANES];
   current_thread().finished = true;
+  current_thread().fiber.ended = true;
   warp.finished |= 1u << machine.now->current % LANES;
   machine.now->runnable[machine.now->current / LANES] &= ~(1u << machine.now->current % LANES);
   --machine.now->unfinished;
@@ -381,7 +369,7 @@ inline void finish_thread() {
 
 inline void thread_main() {
   started(machine.home, current_thread().fiber);
-  machine.kernel();
+  machine.kernel(machine.arguments);
   finish_thread();
   back_to_scheduler(true);
   abort();
@@ -440,15 +428,15 @@ inline void start_threads(int threads) {
   machine.now->arrivals.clear();
   machine.now->boxes.clear();
   for (Barrier& barrier : machine.now->barriers) barrier = Barrier();
-  for (Warp& warp : machine.now->warps) warp = Warp();
+  for (Warp& warp : machine.now->warps) warp.clear();
   memset(machine.now->runnable, 0, sizeof(machine.now->runnable));
   if (threads % LANES != 0) machine.now->warps[threads / LANES].finished = ~0u << threads % LANES;
   for (int thread = 0; thread < threads; ++thread) {
     machine.now->threads[thread].finished = false;
     machine.now->threads[thread].waits_for = nullptr;
     machine.now->threads[thread].word = nullptr;
-    machine.now->threads[thread].copies.assign(1, {});
-    machine.now->threads[thread].products.assign(1, {});
+    machine.now->threads[thread].copies.clear();
+    machine.now->threads[thread].products.clear();
     machine.now->threads[thread].fiber.prepare(thread_main);
     set_runnable(thread);
   }
@@ -462,12 +450,12 @@ inline void run_threads(int threads) {
     if (thread < 0 && wake(*machine.now)) continue;
     if (thread < 0 && waits_for_blocks(*machine.now)) return;
     if (thread < 0 || turn == MOST_TURNS) return report_deadlock(threads);
-    machine.now->current = last = thread;
+    machine.now->current = seen.thread = last = thread;
     enter(machine.home, machine.now->threads[thread].fiber);
   }
 }
 
-#ifdef __SANITIZE_ADDRESS__
+#ifdef SHIM_SANITIZED
 constexpr int SHARED_CANARY_BYTES = 0;  // the sanitizer sees every byte beyond the end
 #else
 constexpr int SHARED_CANARY_BYTES = CANARY_BYTES;
@@ -494,6 +482,7 @@ inline void begin_block(int64_t index) {
   memset(shared, POISON, bytes);
   machine.now->shared = static_cast<unsigned char*>(shared);
   machine.now->poisoned.clear();
+  run_with(machine.now);
   start_threads(machine.launch->block);
   hide_late();
 }
@@ -540,7 +529,7 @@ inline void run_waiting() {
       ++i;
       continue;
     }
-    machine.now = machine.waiting[i];
+    run_with(machine.waiting[i]);
     machine.waiting.erase(machine.waiting.begin() + int64_t(i));
     for (const Fixed& fixed : machine.now->poisoned) memcpy(fixed.array, fixed.kept.data(), fixed.bytes);
     if (machine.now->late_is_there) {
@@ -575,10 +564,12 @@ inline void run_grid() {
   machine.waiting.clear();
 }
 
-// 0, or 1 with launch.message set.
-inline int run(Launch& launch, std::function<void()> kernel) {
+int run(Launch& launch, void (*kernel)(void**), void** arguments) {
   machine.launch = &launch;
-  machine.kernel = std::move(kernel);
+  machine.kernel = kernel;
+  machine.arguments = arguments;
+  seen.threads = launch.block;
+  memcpy(seen.grid, launch.grid, sizeof(seen.grid));
   machine.failed = false;
   machine.random_state = launch.seed;
   machine.late.clear();
@@ -587,7 +578,6 @@ inline int run(Launch& launch, std::function<void()> kernel) {
   }
   run_grid();
   see_late();
-  machine.kernel = nullptr;
   return machine.failed;
 }
 
