@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import gzip
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -45,6 +47,9 @@ OLDER = {
     "vllm:kv_cache_usage_perc": "vllm:gpu_cache_usage_perc",
 }
 """Names of vLLM's older versions, which dashboards ask for: told beside the new ones."""
+
+GZIP = re.compile(r"(?i)(?:^|,)\s*(?:x-)?gzip\s*(?:,|$|;\s*q=(?:1|0\.0*[1-9]))")
+"""Whether Accept-Encoding takes it: a weight of 0 is a refusal."""
 
 Given = ParamSpec("Given")
 
@@ -226,10 +231,13 @@ class Metrics:
                 return int(sum(sample.value for sample in metric.samples))
         return 0
 
-    def page(self, accept: str) -> tuple[bytes, str]:
-        """The figures and their content type, by the header Accept."""
+    def page(self, accept: str, encodings: str = "") -> tuple[bytes, dict[str, str]]:
+        """The figures and their headers, by the headers Accept and Accept-Encoding."""
         encode, kind = choose_encoder(accept)
-        return encode(_Told(self._families())), kind
+        data, headers = encode(_Told(self._families())), {"content-type": kind, "vary": "accept, accept-encoding"}
+        if GZIP.search(encodings):
+            return gzip.compress(data, 1), headers | {"content-encoding": "gzip"}
+        return data, headers
 
     def _own(self) -> Iterable[Metric]:
         if not self._shared:

@@ -11,6 +11,8 @@ import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,10 @@ def test_what_requests_did_is_told_by_vllms_names_and_bounds(model: TinyModel, t
         found = figures(counted)
         head = counted.send("HEAD", "/metrics")
         assert (head.status, head.body) == (200, b"")
+        for taken, encoding in (("gzip", "gzip"), ("deflate, GZIP;q=0.5", "gzip"), ("gzip;q=0", None), ("br", None)):
+            packed = counted.send("GET", "/metrics", headers={"accept-encoding": taken})
+            assert packed.headers.get("content-encoding") == encoding and "accept-encoding" in packed.headers["vary"]
+            assert packed.body.startswith(b"\x1f\x8b" if encoding else b"# HELP ")
         newer = counted.send("GET", "/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
         assert newer.headers["content-type"].startswith("application/openmetrics-text") and newer.body.endswith(
             b"# EOF\n"
@@ -150,7 +156,8 @@ def test_figures_never_fall_and_add_up_under_load_and_at_its_end(endless: TinyMo
         with ThreadPoolExecutor(8) as pool:
             done = [pool.submit(come_and_go, number) for number in range(24)]
             while not all(one.done() for one in done):
-                seen.append(figures(busy))
+                seen.append(figures(busy, {"accept-encoding": ("identity", "gzip")[len(seen) % 2]}))
+                assert busy.send("HEAD", "/metrics").status == 200
             for one in done:
                 one.result()
         until(lambda: at_rest(busy.stats()), 3.0)
@@ -545,8 +552,10 @@ def test_who_comes_while_it_is_ending_is_sent_away_and_who_was_there_is_answered
     endless: TinyModel, tmp_path: Path, fronts: int
 ) -> None:
     with serving(endless.folder, "--api-server-count", str(fronts), folder=tmp_path / "server") as ending:
-        with begun(ending, {"prompt": "x", "max_tokens": 400, "stream": True}) as link:
-            until(lambda: ending.stats().load.running == 1, LIMIT_S)
+        with ExitStack() as stack:
+            ask = {"prompt": "x", "max_tokens": 400, "stream": True}
+            links = [stack.enter_context(begun(ending, ask)) for _ in range(10)]
+            until(lambda: ending.stats().load.running == 10, LIMIT_S)
             ending.process.terminate()
             ending.told("stopping")
 
@@ -561,8 +570,9 @@ def test_who_comes_while_it_is_ending_is_sent_away_and_who_was_there_is_answered
                 return False
 
             until(refused, 2.0)
-            told = b"".join(iter(lambda: link.recv(30_000), b""))
-        assert told.count(b'"text":"a"') == 400 and b"data: [DONE]" in told
+            for link in links:
+                told = b"".join(iter(partial(link.recv, 30_000), b""))
+                assert told.count(b'"text":"a"') == 400 and b"data: [DONE]" in told
         assert ending.ended() == 0
 
 
