@@ -18,7 +18,7 @@ async def answer(exchange: Exchange, reply: Reply, stream: bool) -> None:
         async for batch in batches:
             if stream and not exchange.begun:
                 await exchange.begin_events()
-            if stream and (data := b"".join(map(event, reply.chunks(batch)))):
+            if stream and (data := reply.events(batch)):
                 await exchange.events(data)
     if not stream:
         await exchange.reply_json(reply.whole())

@@ -267,5 +267,4 @@ class Generation:
                     self.metrics.ended(choice.line, reason)
                     del going[stream]
                     break
-        self.metrics.generated(len(batch))
         return batch

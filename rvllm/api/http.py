@@ -138,7 +138,7 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": data})
 
     async def reply_json(self, value: object) -> None:
-        await self.reply(msgspec.json.encode(value))
+        await self.reply(encode_json(value))
 
     async def begin_events(self) -> None:
         """Begin a stream of events: the status goes out now, however long the first event takes."""
@@ -235,9 +235,13 @@ Routes = Mapping[str, Mapping[str, Route]]
 """path -> method -> route. A path that ends in / takes all that begin with it, but for / itself."""
 
 
+encode_json = msgspec.json.Encoder().encode
+"""The one that every reply is written with."""
+
+
 def event(value: object) -> bytes:
     """One server-sent event."""
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+    return b"data: " + encode_json(value) + b"\n\n"
 
 
 class App:

@@ -75,7 +75,7 @@ class Stream:
         self.request_id = request_id
         self.ended = False
         self.times_s: list[float] = []
-        self._events: deque[TokenEvent] = deque()
+        self._events: list[TokenEvent] = []
         self._came_s: list[float] = []
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -84,8 +84,7 @@ class Stream:
         """What came since it was asked last, perhaps nothing. Raises what ended the request, once all is taken."""
         if not self._events and self._error is not None:
             raise self._error.with_traceback(None)  # many raise it, and each adds to its traceback
-        events = list(self._events)
-        self._events.clear()
+        events, self._events = self._events, []
         self.times_s, self._came_s = self._came_s, []
         return events
 
@@ -109,7 +108,7 @@ class Stream:
         await self.wait()
         if self._events:
             del self._came_s[0]
-            return self._events.popleft()
+            return self._events.pop(0)
         if self._error is not None:
             raise self._error.with_traceback(None)
         raise StopAsyncIteration
@@ -118,7 +117,10 @@ class Stream:
         self._events.append(event)
         self._came_s.append(came_s)
         self.ended = event.finish_reason is not None
-        self._wake()
+        if (waiter := self._waiter) is not None:
+            self._waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
 
     def end(self, error: Exception | None = None) -> None:
         self.ended, self._error = True, error
@@ -131,8 +133,10 @@ class Stream:
 
 async def news(streams: Iterable[Stream]) -> None:
     """Until one of them has something to take, or has ended. For one task at a time."""
-    streams = tuple(streams)
-    while not any(stream.stirred for stream in streams):
+    while True:
+        for stream in streams:
+            if stream.stirred:
+                return
         waiter = asyncio.get_running_loop().create_future()
         for stream in streams:
             stream.wake_with(waiter)
