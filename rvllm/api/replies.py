@@ -69,10 +69,15 @@ class Reply(ABC):
         told = {"choices": choices, "usage": self.usage()} | self.details.of_reply(given)
         return self._head(self.OBJECT) | told | self._times()
 
+    @property
+    def usual(self) -> bool:
+        """Whether events have nothing but texts in them, on the whole."""
+        return self.top is None and not self.details.ids and not self.options.continuous_usage_stats
+
     def events(self, batch: Sequence[tuple[Choice, Delta]]) -> bytes:
         """What has come, as events. In most all but the text is what it was in the one before."""
         told: list[bytes] = []
-        usual = self.top is None and not self.details.ids and not self.options.continuous_usage_stats
+        usual = self.usual
         for choice, delta in batch:
             if usual and delta.finish_reason is None and self.goes_on(choice):
                 if delta.text:

@@ -69,6 +69,8 @@ class Stream:
     ended it. What nobody reads is kept: no more than the tokens that the request may have.
 
     times_s: when each of the tokens last taken came, on the monotonic clock.
+    taker: takes a token as it comes, in place of whoever waits, who sleeps on; False: it is kept, and he is woken. It
+    is asked only while somebody waits, and for no last token.
     """
 
     def __init__(self, request_id: str) -> None:
@@ -79,6 +81,7 @@ class Stream:
         self._came_s: list[float] = []
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self.taker: Callable[[TokenEvent, float], bool] | None = None
 
     def take(self) -> list[TokenEvent]:
         """What came since it was asked last, perhaps nothing. Raises what ended the request, once all is taken."""
@@ -114,13 +117,14 @@ class Stream:
         raise StopAsyncIteration
 
     def put(self, event: TokenEvent, came_s: float) -> None:
+        waiter, last = self._waiter, event.finish_reason is not None
+        waited_for = waiter is not None and not waiter.done()
+        if waited_for and not last and self.taker is not None and self.taker(event, came_s):
+            return
         self._events.append(event)
         self._came_s.append(came_s)
-        self.ended = event.finish_reason is not None
-        if (waiter := self._waiter) is not None:
-            self._waiter = None
-            if not waiter.done():
-                waiter.set_result(None)
+        self.ended = self.ended or last
+        self._wake()
 
     def end(self, error: Exception | None = None) -> None:
         self.ended, self._error = True, error
