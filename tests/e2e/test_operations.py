@@ -7,7 +7,6 @@ import json
 import signal
 import socket
 import ssl
-import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.fixtures.certificates import certificate
 from tests.fixtures.commands import LIMIT_S
 from tests.fixtures.engines import at_rest, until
 from tests.fixtures.models import EOS, Options, TinyModel, chain_model, loop_model
@@ -416,17 +416,6 @@ def test_nothing_is_logged_of_requests_unless_asked_for(model: TinyModel, tmp_pa
 
 
 # --- How it is reached
-
-
-def certificate(folder: Path, name: str) -> tuple[Path, Path]:
-    """(key, certificate) for this machine, signed by itself."""
-    key, chain = folder / f"{name}.key", folder / f"{name}.crt"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
-         "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1,IP:::1", "-keyout", key, "-out", chain],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    return key, chain
 
 
 def asked_by_tls(port: int, trusted: Path, own: tuple[Path, Path] | None = None) -> int:
