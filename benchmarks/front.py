@@ -93,14 +93,14 @@ def serve(folder: Path, fronts: int, told: Any) -> None:
 
 
 def read_streams(port: int, streams: int, tokens: int, told: Any) -> None:
-    """Begin streams, read them to their end, and tell when, and when each of the first stream's tokens came."""
+    """Begin streams, read them to their end, and tell when, and when each one's tokens came."""
     body = {"prompt": "x", "max_tokens": tokens, "stream": True, "ignore_eos": True, "stop": ["0 never comes"]}
     data = json.dumps(body).encode()
     request = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data) + data
     selector = selectors.DefaultSelector()
     links = [socket.create_connection(("127.0.0.1", port)) for _ in range(streams)]
     counts, tails = dict.fromkeys(links, 0), dict.fromkeys(links, b"")
-    arrivals_s: list[float] = []
+    arrivals_s: dict[Any, list[float]] = {link: [] for link in links}
     for link in links:
         selector.register(link, selectors.EVENT_READ)
         link.sendall(request)
@@ -113,20 +113,24 @@ def read_streams(port: int, streams: int, tokens: int, told: Any) -> None:
             first_s = first_s or now_s
             found = (tails[link][-8:] + chunk).count(b'"text":"') - tails[link][-8:].count(b'"text":"')
             counts[link] += found
-            if link is links[0]:
-                arrivals_s += [now_s] * found
+            arrivals_s[link] += [now_s] * found
             tails[link] = (tails[link] + chunk)[-64:]
             if tails[link].endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
                 selector.unregister(link)
                 left -= 1
             assert chunk, "a stream broke off"
     assert set(counts.values()) == {tokens}, "a letter is missing"
-    told.send((first_s, time.monotonic(), arrivals_s))
+    told.send((first_s, time.monotonic(), list(arrivals_s.values())))
 
 
-def cpu_s(process: int) -> float:
+def cpu_s(process: int) -> tuple[float, float]:
+    """CPU time: of its own code, and of the system for it."""
     fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return int(fields[11]) / os.sysconf("SC_CLK_TCK"), int(fields[12]) / os.sysconf("SC_CLK_TCK")
+
+
+def cpu_us(processes: list[int]) -> float:
+    return 1e6 * sum(sum(cpu_s(process)) for process in processes)
 
 
 def family(process: int) -> dict[str, list[int]]:
@@ -148,7 +152,8 @@ def measure(fronts: int, streams: int, tokens: int, steps_per_s: float) -> dict[
         port = here.recv()
         assert server.pid is not None
         processes = family(server.pid)
-        before = {kind: sum(map(cpu_s, pids)) for kind, pids in processes.items()}
+        before = {kind: cpu_us(pids) for kind, pids in processes.items()}
+        system_us = 1e6 * sum(cpu_s(process)[1] for process in processes["front"])
         pipes = [context.Pipe() for _ in range(fronts)]
         shares = [streams // fronts + (place < streams % fronts) for place in range(fronts)]
         clients = [
@@ -158,7 +163,8 @@ def measure(fronts: int, streams: int, tokens: int, steps_per_s: float) -> dict[
         for client in clients:
             client.start()
         ends = [pipe[0].recv() for pipe in pipes]
-        after = {kind: sum(map(cpu_s, pids)) for kind, pids in processes.items()}
+        after = {kind: cpu_us(pids) for kind, pids in processes.items()}
+        system_us = 1e6 * sum(cpu_s(process)[1] for process in processes["front"]) - system_us
         for client in clients:
             client.join()
         server.terminate()
@@ -169,20 +175,26 @@ def measure(fronts: int, streams: int, tokens: int, steps_per_s: float) -> dict[
         "fronts": fronts,
         "streams": streams,
         "tokens_per_s": round(all_tokens / seconds),
-        "front_us_per_token": round(1e6 * (after["front"] - before["front"]) / all_tokens, 1),
-        "engine_us_per_token": round(1e6 * (after["engine"] - before["engine"]) / all_tokens, 1),
+        "front_us_per_token": round((after["front"] - before["front"]) / all_tokens, 1),
+        "front_system_us_per_token": round(system_us / all_tokens, 1),
+        "engine_us_per_token": round((after["engine"] - before["engine"]) / all_tokens, 1),
     }
     if steps_per_s:
-        late_ms = [ms for *_, arrivals in ends for ms in lateness_ms(arrivals, 1 / steps_per_s)]
+        late_ms = lateness_ms([arrivals for *_, streams_s in ends for arrivals in streams_s], 1 / steps_per_s)
         cuts = statistics.quantiles(late_ms, n=100)
         told |= {"steps_per_s": steps_per_s, "late_ms_p50": round(cuts[49], 2), "late_ms_p99": round(cuts[98], 2)}
     return told
 
 
-def lateness_ms(arrivals_s: list[float], period_s: float) -> list[float]:
-    """How much later each token came than the earliest would have, had all come at their pace."""
-    behind = [arrival - place * period_s for place, arrival in enumerate(arrivals_s)]
-    return [1e3 * (one - min(behind)) for one in behind]
+def lateness_ms(streams_s: list[list[float]], period_s: float) -> list[float]:
+    """How much later each token came than the earliest of all would have, had its stream's first step come at the pace.
+
+    Streams begin at different steps: whole periods by which all of a stream's tokens are later are its beginning's.
+    """
+    behind_s = [[arrival - place * period_s for place, arrival in enumerate(arrivals)] for arrivals in streams_s]
+    first_s = min(map(min, behind_s))
+    begun_s = [first_s + (min(one) - first_s) // period_s * period_s for one in behind_s]
+    return [1e3 * (late - begin) for one, begin in zip(behind_s, begun_s) for late in one]
 
 
 def main() -> None:

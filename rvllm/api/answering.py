@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 from contextlib import aclosing
+from dataclasses import dataclass
 
+from rvllm.api.front import Choice
 from rvllm.api.http import DONE, Exchange, event
 from rvllm.api.replies import Reply
 from rvllm.api.turns import TurnReply, typed_event
+from rvllm.text.completion import Delta
+
+
+@dataclass(frozen=True, slots=True)
+class _AtOnce:
+    """Writes a text's event without waking its `answer`, which would do nothing else with it."""
+
+    exchange: Exchange
+    reply: Reply
+
+    def ready(self, choice: Choice) -> bool:
+        return self.reply.goes_on(choice) and self.exchange.writable()
+
+    def tell(self, choice: Choice, delta: Delta) -> None:
+        if data := self.reply.events(((choice, delta),)):
+            self.exchange.write(data)
 
 
 async def answer(exchange: Exchange, reply: Reply, stream: bool) -> None:
@@ -14,11 +32,12 @@ async def answer(exchange: Exchange, reply: Reply, stream: bool) -> None:
     # Whether a text can have the form that is asked for is known with its first token.
     if stream and not reply.generation.formed:
         await exchange.begin_events()
-    async with aclosing(reply.generation.batches(stream)) as batches:
+    at_once = _AtOnce(exchange, reply) if stream and reply.usual else None
+    async with aclosing(reply.generation.batches(stream, at_once)) as batches:
         async for batch in batches:
             if stream and not exchange.begun:
                 await exchange.begin_events()
-            if stream and (data := b"".join(map(event, reply.chunks(batch)))):
+            if stream and (data := reply.events(batch)):
                 await exchange.events(data)
     if not stream:
         await exchange.reply_json(reply.whole())

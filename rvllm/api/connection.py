@@ -62,7 +62,15 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._expect()
-        self.scope["extensions"] = {LINK: {"abort": self.transport.abort, "unread": self._unread}}
+        scope = self.scope
+        scope["extensions"] = {
+            LINK: {
+                "abort": self.transport.abort,
+                "unread": self._unread,
+                "writable": lambda: self._writable(scope),
+                "write": self._write,
+            }
+        }
 
     def on_headers_complete(self) -> None:
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -111,6 +119,16 @@ class Connection(HttpToolsProtocol):
         with suppress(OSError, ValueError, AttributeError):  # closed meanwhile, or a kernel that does not tell
             queued = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, queued)
         return self.transport.get_write_buffer_size() + int(struct.unpack("i", queued)[0])
+
+    def _writable(self, scope: object) -> bool:
+        """Whether the reply to this request is the one that goes out, in chunks, and its client reads on."""
+        cycle = self.cycle
+        begun = cycle is not None and cycle.scope is scope and cycle.chunked_encoding and not cycle.response_complete
+        return bool(begun) and not self.flow.write_paused and not cycle.disconnected and not self.transport.is_closing()
+
+    def _write(self, data: bytes) -> None:
+        """A chunk, as the cycle's own `send` writes it."""
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def _too_large(self) -> HttpError:
         bounds = self._bounds

@@ -7,14 +7,14 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 from uuid import uuid4
 
 from rvllm.api.admission import Admission
 from rvllm.api.errors import HttpError, unavailable
 from rvllm.api.metrics import Metrics, Timeline
 from rvllm.config import ServerConfig
-from rvllm.engine.request import Request, check_request
+from rvllm.engine.request import Request, TokenEvent, check_request
 from rvllm.engine.scheduler import check_length
 from rvllm.errors import BadRequest, RvllmError
 from rvllm.link.client import AsyncEngineClient, Stream, news
@@ -61,13 +61,27 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One completion: `index` among all of the request, the n of its first prompt first."""
+    """One completion: `index` among all of the request, the n of its first prompt first.
+
+    early: what is written already of a token that is still to be taken.
+    """
 
     index: int
     prompt: Prompt
     request: Request
     writer: Writer
     line: Timeline
+    early: list[Delta] = field(default_factory=list)
+
+
+class AtOnce(Protocol):
+    """Tells a client of a token while whoever answers him sleeps."""
+
+    def ready(self, choice: Choice) -> bool:
+        """Whether it can, now and without waiting."""
+
+    def tell(self, choice: Choice, delta: Delta) -> None:
+        """Tell of a delta that is neither the first nor the last one. Only where it is ready."""
 
 
 @dataclass(slots=True)
@@ -206,20 +220,25 @@ class Generation:
         """Whether its texts must have a form."""
         return any(choice.request.params.structured_outputs is not None for choice in self.choices)
 
-    async def deltas(self) -> AsyncGenerator[list[tuple[Choice, Delta]], None]:
+    async def deltas(self, at_once: AtOnce | None = None) -> AsyncGenerator[list[tuple[Choice, Delta]], None]:
         """What came since it was asked last, never nothing. Closing the iterator takes all out of the engine.
+
+        at_once: is told in place of the caller, while he waits here, of what he need not know.
 
         Raises what ended a request: EngineError, BadRequest.
         """
-        at_once = [choice for choice in self.choices if choice.writer.finish_reason is not None]
-        if at_once:  # nothing is to be generated
-            yield [(choice, Delta("", (), (), choice.writer.finish_reason, None)) for choice in at_once]
+        over = [choice for choice in self.choices if choice.writer.finish_reason is not None]
+        if over:  # nothing is to be generated
+            yield [(choice, Delta("", (), (), choice.writer.finish_reason, None)) for choice in over]
         others = [choice for choice in self.choices if choice.writer.finish_reason is None]
         if not others:
             return
         going = dict(zip(self.client.submit([drawing(choice.request) for choice in others]), others))
         for choice in others:
             choice.line.submit()
+        if at_once is not None and len(self.choices) == 1:  # others' tokens of one step go out in one write
+            for stream, choice in going.items():
+                stream.taker = partial(self._at_once, at_once, stream, choice)
         reason = "abort"
         try:
             while going:
@@ -234,9 +253,9 @@ class Generation:
             for choice in going.values():
                 self.metrics.ended(choice.line, reason)
 
-    def batches(self, stream: bool) -> AsyncGenerator[list[tuple[Choice, Delta]], None]:
+    def batches(self, stream: bool, at_once: AtOnce | None = None) -> AsyncGenerator[list[tuple[Choice, Delta]], None]:
         """Its deltas, as a reply wants them that is streamed or not."""
-        return self._spaced() if stream and self.interval > 1 else self.deltas()
+        return self._spaced() if stream and self.interval > 1 else self.deltas(at_once)
 
     async def _spaced(self) -> AsyncGenerator[list[tuple[Choice, Delta]], None]:
         """The same, each completion's put together to `interval` tokens, but for its first and its last."""
@@ -255,17 +274,31 @@ class Generation:
                 if ripe:
                     yield ripe
 
+    def _at_once(self, at_once: AtOnce, stream: Stream, choice: Choice, event: TokenEvent, came_s: float) -> bool:
+        """Write a token and tell of it, unless it is the first or the last, or cannot be told now."""
+        try:
+            if not choice.writer.token_count or event.error is not None or not at_once.ready(choice):
+                return False
+            delta = choice.writer.write(event)
+            if choice.writer.finish_reason is not None:  # by a stop string
+                choice.early.append(delta)
+                return False
+            choice.line.came(event, came_s)
+            at_once.tell(choice, delta)
+        except Exception as error:  # a fault in this request, which is not to be the link's
+            stream.end(error)
+        return True
+
     def _take(self, going: dict[Stream, Choice]) -> list[tuple[Choice, Delta]]:
         """Write what there is, and take those that end, also by a stop string, out of `going` and the engine."""
         batch = []
         for stream, choice in list(going.items()):
             for event, came_s in zip(stream.take(), stream.times_s):
-                batch.append((choice, choice.writer.write(event)))
+                batch.append((choice, choice.early.pop() if choice.early else choice.writer.write(event)))
                 choice.line.came(event, came_s)
                 if (reason := choice.writer.finish_reason) is not None:
                     self.client.abort([stream.request_id])
                     self.metrics.ended(choice.line, reason)
                     del going[stream]
                     break
-        self.metrics.generated(len(batch))
         return batch

@@ -26,7 +26,8 @@ CHECK_S = 5.0
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 LINK = "rvllm.connection"
 """An extension of ASGI's scope. abort: ends the connection at once, with what is written to it and not yet read;
-unread: how many bytes that are.
+unread: how many bytes that are; writable: whether more of a reply's body can be written without waiting; write: does
+that.
 """
 
 DONE = b"data: [DONE]\n\n"
@@ -138,7 +139,7 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": data})
 
     async def reply_json(self, value: object) -> None:
-        await self.reply(msgspec.json.encode(value))
+        await self.reply(encode_json(value))
 
     async def begin_events(self) -> None:
         """Begin a stream of events: the status goes out now, however long the first event takes."""
@@ -151,6 +152,15 @@ class Exchange:
         self.spoke_s = self.waits_s
         await self.send({"type": "http.response.body", "body": data, "more_body": True})
         self.waits_s = None
+
+    def writable(self) -> bool:
+        """Whether `write` can be used now: a stream has begun, and all is written that was sent to it."""
+        return self.begun and self.waits_s is None and bool(self._connection("writable"))
+
+    def write(self, data: bytes) -> None:
+        """Events as in `events`, at once. Only where it is `writable`."""
+        self.spoke_s = time.monotonic()
+        self.scope["extensions"][LINK]["write"](data)
 
     async def end(self, data: bytes = b"") -> None:
         """The last events of a stream."""
@@ -235,9 +245,13 @@ Routes = Mapping[str, Mapping[str, Route]]
 """path -> method -> route. A path that ends in / takes all that begin with it, but for / itself."""
 
 
+encode_json = msgspec.json.Encoder().encode
+"""The one that every reply is written with."""
+
+
 def event(value: object) -> bytes:
     """One server-sent event."""
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+    return b"data: " + encode_json(value) + b"\n\n"
 
 
 class App:

@@ -65,7 +65,9 @@ def _tcp(host: str, port: int, shared: bool = False) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as cause:
         listener.close()
-        raise StartError(f"{where}: {cause.strerror}", hint="choose another --port, or --port 0") from None
+        barred = "only root may listen at low ports: choose a --port from 1024 on"
+        hint = barred if isinstance(cause, PermissionError) else "choose another --port, or --port 0"
+        raise StartError(f"{where}: {cause.strerror}", hint=hint) from None
     return listener
 
 

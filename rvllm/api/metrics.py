@@ -6,9 +6,10 @@ tells the sum of all. What the engine counts is asked of it when somebody wants 
 
 from __future__ import annotations
 
-import asyncio
 import gc
+import gzip
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,20 +18,14 @@ from typing import Concatenate, ParamSpec
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.multiprocess import MultiProcessCollector
-from prometheus_client.registry import Collector
 
-from rvllm.engine import tally
+from rvllm.api.engine_figures import EngineFigures
+from rvllm.api.tallies import ManyAlike, TokenTally
 from rvllm.engine.request import TokenEvent
-from rvllm.errors import EngineError
-from rvllm.link.client import AsyncEngineClient
-from rvllm.link.messages import Facts, Stats
 from rvllm.sampling.params import SamplingParams
-
-PATIENCE_S = 1.0
-"""How long /metrics waits for the engine, which answers between two steps; then what it said last is told."""
 
 FIRST_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
            2560)  # fmt: skip
@@ -45,6 +40,9 @@ OLDER = {
     "vllm:kv_cache_usage_perc": "vllm:gpu_cache_usage_perc",
 }
 """Names of vLLM's older versions, which dashboards ask for: told beside the new ones."""
+
+GZIP = re.compile(r"(?i)(?:^|,)\s*(?:x-)?gzip\s*(?:,|$|;\s*q=(?:1|0\.0*[1-9]))")
+"""Whether Accept-Encoding takes it: a weight of 0 is a refusal."""
 
 Given = ParamSpec("Given")
 
@@ -90,7 +88,7 @@ class Metrics:
         self._cached_tokens = self._counter("prompt_tokens_cached", "Tokens of prompts that the cache had.")
         sources = self._counter("prompt_tokens_by_source", "Tokens of prompts by where they came from.", "source")
         self._computed, self._hit = (sources.labels(**self._labels, source=one) for one in SOURCES)
-        self._generated = self._counter("generation_tokens", "Tokens generated.")
+        generated = self._counter("generation_tokens", "Tokens generated.")
         ended = self._counter("request_success", "Requests that ended.", "finished_reason")
         self._ended = {reason: ended.labels(**self._labels, finished_reason=reason) for reason in REASONS}
         self._rejected = Counter(
@@ -98,7 +96,11 @@ class Metrics:
             registry=self._registry,
         )  # fmt: skip
         self._first_s = self._histogram("time_to_first_token_seconds", "From a request to its first token.", FIRST_S)
-        self._next_s = self._histogram("inter_token_latency_seconds", "Between two tokens of a request.", TOKEN_S)
+        next_s = ManyAlike(
+            "vllm:inter_token_latency_seconds", "Between two tokens of a request.", tuple(self._labels),
+            buckets=TOKEN_S, registry=self._registry,
+        ).labels(**self._labels)  # fmt: skip
+        self._drawn = TokenTally(generated, next_s)
         self._mean_s = self._histogram("request_time_per_output_token_seconds", "Mean of a request.", TOKEN_S)
         self._all_s = self._histogram("e2e_request_latency_seconds", "From a request to its last token.", REQUEST_S)
         self._queue_s = self._histogram("request_queue_time_seconds", "From a request to its first step.", REQUEST_S)
@@ -181,16 +183,17 @@ class Metrics:
         self._first_s.observe(line.first_s - line.asked_s)
 
     @harmless
-    def went_on(self, seconds: float) -> None:
-        self._next_s.observe(seconds)
-
-    @harmless
-    def generated(self, tokens: int) -> None:
-        self._generated.inc(tokens)
+    def drew(self, gap_s: float | None) -> None:
+        """A token came, so long after the one before it; None: it was the first, or came with that one."""
+        if gap_s is None:
+            self._drawn.token()
+        else:
+            self._drawn.next_token(gap_s)
 
     @harmless
     def ended(self, line: Timeline, reason: str) -> None:
         """A completion is through, or was given up."""
+        self._drawn.tell()
         self._ended[reason].inc()
         if not line.tokens:
             return
@@ -226,12 +229,16 @@ class Metrics:
                 return int(sum(sample.value for sample in metric.samples))
         return 0
 
-    def page(self, accept: str) -> tuple[bytes, str]:
-        """The figures and their content type, by the header Accept."""
+    def page(self, accept: str, encodings: str = "") -> tuple[bytes, dict[str, str]]:
+        """The figures and their headers, by the headers Accept and Accept-Encoding."""
         encode, kind = choose_encoder(accept)
-        return encode(_Told(self._families())), kind
+        data, headers = encode(_Told(self._families())), {"content-type": kind, "vary": "accept, accept-encoding"}
+        if GZIP.search(encodings):
+            return gzip.compress(data, 1), headers | {"content-encoding": "gzip"}
+        return data, headers
 
     def _own(self) -> Iterable[Metric]:
+        self._drawn.tell()
         if not self._shared:
             return self._registry.collect()
         return MultiProcessCollector(CollectorRegistry()).collect()  # type: ignore[no-untyped-call]
@@ -268,14 +275,16 @@ class Timeline:
 
     def came(self, event: TokenEvent, came_s: float) -> None:
         """One token; those of one step come at the same time."""
+        gap_s = None
         if not self.tokens:
             self.first_s = self.last_s = came_s
             self.waited_s = event.waited_s or 0.0
             self.metrics.begun(self, event)
             self.began()
         elif came_s > self.last_s:
-            self.metrics.went_on(came_s - self.last_s)
+            gap_s = came_s - self.last_s
             self.last_s = came_s
+        self.metrics.drew(gap_s)
         self.tokens += 1
 
     def times(self) -> dict[str, float | None]:
@@ -291,106 +300,6 @@ class Timeline:
             "mean_itl_ms": writing_s * 1000 / (tokens - 1) if tokens > 1 else None,
             "tokens_per_second": tokens / all_s if tokens and all_s > 0 else None,
         }
-
-
-class EngineFigures(Collector):
-    """What the engine says of itself, asked for anew by `refresh`."""
-
-    def __init__(self, labels: dict[str, str]) -> None:
-        self._labels = labels
-        self._stats: Stats | None = None
-        self._asking: asyncio.Task[Stats] | None = None
-        self.facts: Facts | None = None
-        self.stages: dict[str, float] = {}
-        """Seconds: from the process's begin until it listened and until it was ready, and of what the engine did."""
-
-    async def refresh(self, client: AsyncEngineClient) -> None:
-        """Ask the engine, for PATIENCE_S at the most."""
-        if self._asking is None:
-            self._asking = asyncio.ensure_future(client.stats())
-        asking = self._asking
-        await asyncio.wait((asking,), timeout=PATIENCE_S)
-        if asking.done():
-            self._asking = None if self._asking is asking else self._asking
-            if not isinstance(asking.exception(), EngineError):
-                self._stats = asking.result()
-
-    def collect(self) -> Iterator[Metric]:
-        if self.stages:
-            startup = GaugeMetricFamily(
-                "rvllm:startup_seconds", "Until it listened, was ready; what the engine did.", None, ["stage"]
-            )
-            for stage, seconds in self.stages.items():
-                startup.add_metric([stage], seconds)
-            yield startup
-        if self._stats is not None and self.facts is not None:
-            yield from self._engine(self._stats, self.facts)
-
-    def _engine(self, stats: Stats, facts: Facts) -> Iterator[Metric]:
-        load = stats.load
-        yield self._gauge("vllm:num_requests_running", "Requests that run.", load.running)
-        yield self._gauge("vllm:num_requests_waiting", "Requests that wait.", load.waiting)
-        by_reason = GaugeMetricFamily(
-            "vllm:num_requests_waiting_by_reason", "For what.", None, [*self._labels, "reason"]
-        )
-        by_reason.add_metric([*self._labels.values(), "capacity"], load.waiting)
-        yield by_reason
-        yield self._gauge(
-            "vllm:kv_cache_usage_perc", "Share of the cache in use, 1: all.", load.used_blocks / load.blocks
-        )
-        yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.", load.prompt_tokens)
-        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache.", load.cached_tokens)
-        yield self._counter("vllm:num_preemptions", "Times that a request gave way.", load.preemptions)
-        yield self._counter("vllm:spec_decode_num_drafts", "Times that tokens were guessed.", load.drafts)
-        yield self._counter("vllm:spec_decode_num_draft_tokens", "Tokens guessed.", load.draft_tokens)
-        yield self._counter("vllm:spec_decode_num_accepted_tokens", "Guesses that were right.", load.accepted_tokens)
-        places = [*self._labels, "position"]
-        right = CounterMetricFamily("vllm:spec_decode_num_accepted_tokens_per_pos", "By their place.", None, places)
-        for place, tokens in enumerate(load.accepted_at):
-            right.add_metric([*self._labels.values(), str(place)], tokens)
-        yield right
-        yield self._histogram("vllm:iteration_tokens_total", "Tokens computed in a step.", stats.step_tokens)
-        yield self._histogram("rvllm:step_seconds", "From one step's tokens to the next one's.", stats.step_s)
-        yield self._histogram("rvllm:engine_gc_pause_seconds", "Pauses of the engine for garbage.", stats.gc_s)
-        names = [*self._labels, *(name for name, _ in facts.cache)]
-        cache = GaugeMetricFamily("vllm:cache_config_info", "The cache's settings.", None, names)
-        cache.add_metric([*self._labels.values(), *(value for _, value in facts.cache)], 1)
-        yield cache
-        engine = GaugeMetricFamily("rvllm:engine_info", "What computes.", None, [name for name, _ in facts.about])
-        engine.add_metric([value for _, value in facts.about], 1)
-        yield engine
-        yield from self._traffic(stats, facts)
-
-    def _traffic(self, stats: Stats, facts: Facts) -> Iterator[Metric]:
-        if facts.traffic is None:
-            return
-        traffic, load = facts.traffic, stats.load
-        nbytes = traffic.weight_bytes * load.steps + traffic.token_bytes * load.read_tokens
-        yield self._counter("vllm:estimated_read_bytes_per_gpu", "That steps had to read at the least.", nbytes)
-        if traffic.bytes_per_s is not None:
-            yield self._gauge("rvllm:bus_bytes_per_second", "The device's memory, at the most.", traffic.bytes_per_s)
-            if stats.step_s.total > 0:
-                share = nbytes / stats.step_s.total / traffic.bytes_per_s
-                yield self._gauge("rvllm:bus_limit_share", "Bytes over those that could have passed in steps.", share)
-
-    def _gauge(self, name: str, told: str, value: float) -> Metric:
-        made = GaugeMetricFamily(name, told, None, list(self._labels))
-        made.add_metric(list(self._labels.values()), value)
-        return made
-
-    def _counter(self, name: str, told: str, value: float) -> Metric:
-        made = CounterMetricFamily(name, told, None, list(self._labels))
-        made.add_metric(list(self._labels.values()), value)
-        return made
-
-    def _histogram(self, name: str, told: str, counted: tally.Histogram) -> Metric:
-        made = HistogramMetricFamily(name, told, None, None, list(self._labels))
-        so_far, buckets = 0, []
-        for bound, count in zip((*map(float, counted.bounds), "+Inf"), counted.counts):
-            so_far += count
-            buckets.append((str(bound), float(so_far)))
-        made.add_metric(list(self._labels.values()), buckets, counted.total)
-        return made
 
 
 class _Told(CollectorRegistry):

@@ -11,11 +11,15 @@ from uuid import uuid4
 
 from rvllm.api.details import LEAST_LOGPROB, Details, IdTexts, Json
 from rvllm.api.front import Choice, Generation
+from rvllm.api.http import encode_json, event
 from rvllm.api.requests import StreamOptions
 from rvllm.text.answer import AnswerPart, AnswerReader, Thought
 from rvllm.text.completion import Delta, Logprobs
 from rvllm.text.token_text import TokenTexts
 from rvllm.text.tool_calls import Call, More, calls_in
+
+MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
+"""Stands for a text until there is one; what follows the text in an event never has it."""
 
 
 @dataclass(slots=True)
@@ -35,6 +39,8 @@ class Reply(ABC):
     created_s: int = field(default_factory=lambda: int(time.time()))
     fingerprint: str | None = None
     timed: bool = False
+    frames: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
+    """What stands around the text in a choice's usual events, once there was one."""
 
     PREFIX = ""
     OBJECT = ""
@@ -48,12 +54,43 @@ class Reply(ABC):
     def pieces(self, choice: Choice, delta: Delta) -> Iterator[Json]:
         """What came of a completion, for a chunk each."""
 
+    @abstractmethod
+    def goes_on(self, choice: Choice) -> bool:
+        """Whether a text that comes now becomes one piece, as `text_piece` has it."""
+
+    @abstractmethod
+    def text_piece(self, choice: Choice, text: str) -> Json:
+        """A piece that is nothing but the next text."""
+
     def whole(self) -> Json:
         """The reply once all has come."""
         given = self.generation.choices
         choices = [self.choice(choice) | self.details.of_choice(choice) for choice in given]
         told = {"choices": choices, "usage": self.usage()} | self.details.of_reply(given)
         return self._head(self.OBJECT) | told | self._times()
+
+    @property
+    def usual(self) -> bool:
+        """Whether events have nothing but texts in them, on the whole."""
+        return self.top is None and not self.details.ids and not self.options.continuous_usage_stats
+
+    def events(self, batch: Sequence[tuple[Choice, Delta]]) -> bytes:
+        """What has come, as events. In most all but the text is what it was in the one before."""
+        told: list[bytes] = []
+        usual = self.usual
+        for choice, delta in batch:
+            if usual and delta.finish_reason is None and self.goes_on(choice):
+                if delta.text:
+                    before, after = self.frames.get(choice.index) or self._frame(choice)
+                    told += (before, encode_json(delta.text), after)
+            else:
+                told += map(event, self.chunks([(choice, delta)]))
+        return b"".join(told)
+
+    def _frame(self, choice: Choice) -> tuple[bytes, bytes]:
+        before, _, after = event(self._chunk([self.text_piece(choice, MARK)], None)).rpartition(encode_json(MARK))
+        self.frames[choice.index] = before, after
+        return before, after
 
     def chunks(self, batch: Sequence[tuple[Choice, Delta]]) -> Iterator[Json]:
         """Chunks for what has come."""
@@ -150,6 +187,13 @@ class ChatReply(Reply):
     def _reason(self, reason: str | None, reader: AnswerReader) -> str | None:
         return "tool_calls" if reason == "stop" and reader.calls and not self.named else reason
 
+    def goes_on(self, choice: Choice) -> bool:
+        reader = self.readers.get(choice.index)
+        return reader is not None and reader.plain
+
+    def text_piece(self, choice: Choice, text: str) -> Json:
+        return _piece(choice, {"content": text})
+
     def pieces(self, choice: Choice, delta: Delta) -> Iterator[Json]:
         if (reader := self.readers.get(choice.index)) is None:
             reader = self.readers[choice.index] = self.reader()
@@ -223,6 +267,12 @@ class CompletionReply(Reply):
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
         }
+
+    def goes_on(self, choice: Choice) -> bool:
+        return choice.index in self.begun
+
+    def text_piece(self, choice: Choice, text: str) -> Json:
+        return self._piece(choice, text, (), (), first=False) | {"finish_reason": None, "stop_reason": None}
 
     def pieces(self, choice: Choice, delta: Delta) -> Iterator[Json]:
         first = choice.index not in self.begun

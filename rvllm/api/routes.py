@@ -169,8 +169,8 @@ class Api:
         assert metrics is not None
         if self._front.served is not None:
             await metrics.engine.refresh(self._front.served.client)
-        data, kind = metrics.page(exchange.headers.get("accept", ""))
-        await exchange.reply(data, headers={"content-type": kind})
+        data, headers = metrics.page(*(exchange.headers.get(name, "") for name in ("accept", "accept-encoding")))
+        await exchange.reply(data, headers=headers)
 
     async def load(self, exchange: Exchange) -> None:
         """Requests for text that are being answered."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -48,3 +49,30 @@ def arrivals(rate: Rate, count: int, seed: int) -> list[float]:
     if rate.ramp_up is None and count and due[-1] > 0:
         due *= count / rate.per_s / due[-1]
     return [float(second) for second in due]
+
+
+@dataclass(slots=True)
+class RateChanges:
+    """Where a ramp came to a further whole number of requests a second: vLLM's `rps_change_events`.
+
+    now: the time in ISO 8601. events: the first is where the ramp begins, once a request was sent.
+    """
+
+    rate: Rate
+    count: int
+    now: Callable[[], str]
+    events: list[dict[str, int | str]] = field(default_factory=list)
+    _last: int = 0
+
+    def sent(self, place: int) -> None:
+        """Request `place` was sent."""
+        if self.rate.ramp_up is None:
+            return
+        if not self.events:
+            self._last = int(self.rate.start)
+            self.events.append({"rps": self._last, "timestamp": self.now()})
+        reached = int(self.rate.at(place, self.count))
+        if reached > self._last:
+            now = self.now()
+            self.events += [{"rps": each, "timestamp": now} for each in range(self._last + 1, reached + 1)]
+            self._last = reached

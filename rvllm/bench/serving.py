@@ -15,6 +15,8 @@ TITLES = {
     "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
     "itl": ("ITL", "Inter-token Latency"),
     "e2el": ("E2EL", "End-to-end Latency"),
+    "client_queue_time": ("Client Queue Time", "Client Queue Time"),
+    "e2el_including_client_queue": ("E2EL incl. Client Queue", "End-to-end Latency incl. Client Queue"),
 }
 
 
@@ -30,6 +32,8 @@ def samples(replies: Sequence[Reply]) -> dict[str, list[float]]:
         "tpot": [each for reply in replies if (each := tpot_s(reply)) is not None],
         "itl": [gap for reply in replies for gap in reply.itl_s],
         "e2el": [reply.latency_s for reply in replies],
+        "client_queue_time": [reply.queued_s for reply in replies],
+        "e2el_including_client_queue": [reply.latency_s + reply.queued_s for reply in replies],
     }
 
 
@@ -75,7 +79,7 @@ def figures(
         "output_throughput": written / duration_s,
         "total_token_throughput": (read + written) / duration_s,
         "latencies": [reply.latency_s for reply in well],
-        "queue_times": [],  # of a server that tells them, which none does here
+        "queue_times": [reply.queued_s for reply in well],
         "max_output_tokens_per_s": most_tokens,
         "max_concurrent_requests": most_requests,
         "rtfx": 0.0,  # of audio
@@ -99,9 +103,15 @@ def detailed(replies: Sequence[Reply]) -> dict[str, Any]:
         "start_times": [reply.start_s for reply in replies],
         "generated_texts": [reply.text for reply in replies],
         "errors": [reply.error or "" for reply in replies],
-        "server_queue_times": [None] * len(replies),
-        "server_ttfts": [None] * len(replies),
-    }
+    } | server_times(replies)
+
+
+def server_times(replies: Sequence[Reply]) -> dict[str, Any]:
+    """Seconds that the server tells of its requests, one entry each; nothing of one that tells none."""
+    queued_s, first_s = [reply.server_queue_s for reply in replies], [reply.server_ttft_s for reply in replies]
+    if all(each is None for each in (*queued_s, *first_s)):
+        return {}
+    return {"server_queue_times": queued_s, "server_ttfts": first_s}
 
 
 def word(percentile: float) -> str:

@@ -43,6 +43,7 @@ class _Usage(msgspec.Struct):
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
+    metrics: Any = None
     error: Any = None
 
 
@@ -58,6 +59,8 @@ class Reply:
                                chat by its role. Chunks that arrive together have gaps of 0
     prompt_tokens, output_tokens   by the server's usage, else what was sent, and the number of chunks
     error                      None where all went well
+    queued_s                   how long it was due and waited for others to end: --max-concurrency
+    server_queue_s, server_ttft_s   what the server tells of it in `metrics`; None where it does not
     """
 
     start_s: float
@@ -69,6 +72,9 @@ class Reply:
     latency_s: float = 0.0
     text: str = ""
     error: str | None = None
+    queued_s: float = 0.0
+    server_queue_s: float | None = None
+    server_ttft_s: float | None = None
 
 
 class Reader:
@@ -102,6 +108,9 @@ class Reader:
             reply.output_tokens, reply.counted = chunk.usage.completion_tokens, True
             if chunk.usage.prompt_tokens is not None:
                 reply.prompt_tokens = chunk.usage.prompt_tokens
+        if isinstance(chunk.metrics, dict):
+            reply.server_queue_s = seconds(chunk.metrics.get("queue_time_ms"), reply.server_queue_s)
+            reply.server_ttft_s = seconds(chunk.metrics.get("time_to_first_token_ms"), reply.server_ttft_s)
         if not chunk.choices:
             return
         choice = chunk.choices[0]
@@ -130,6 +139,11 @@ class Reader:
             reply.error = "the stream ended without [DONE]"
         if reply.error is None and not self.chunks:
             reply.error = "the stream had no token"
+
+
+def seconds(told_ms: object, known_s: float | None) -> float | None:
+    """What a server tells in milliseconds; what is known where that is no number."""
+    return told_ms / 1000 if isinstance(told_ms, int | float) and not isinstance(told_ms, bool) else known_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,10 +217,12 @@ async def send_all(
     due_s: Sequence[float],
     at_once: int | None,
     ended: Callable[[int], None],
+    began: Callable[[int], None] = lambda place: None,
 ) -> tuple[list[Reply], float]:
     """Ask for all, each once it is due and fewer than `at_once` run; (replies in order, seconds it took).
 
-    ended: is told how many have ended. A request's time begins when it is sent, as vLLM's. Raises StartError.
+    ended: is told how many have ended. began: is told the place of each that is due. A request's time begins
+    when it is sent, as vLLM's. Raises StartError.
     """
     room = asyncio.Semaphore(at_once or len(prompts) or 1)
     begin_s = time.perf_counter()
@@ -214,8 +230,11 @@ async def send_all(
 
     async def one(place: int) -> Reply:
         nonlocal through
+        due_at_s = time.perf_counter()
         async with room:
+            queued_s = time.perf_counter() - due_at_s if at_once else 0.0
             reply = await ask(client, request, prompts[place], f"{request.id_prefix}{place}")
+        reply.queued_s = queued_s
         through += 1
         ended(through)
         return reply
@@ -228,6 +247,7 @@ async def send_all(
                 if tasks and tasks[0].done():
                     tasks[0].result()  # of a hopeless run the rest is not waited for
                 await asyncio.sleep(wait_s)
+            began(place)
             tasks.append(asyncio.create_task(one(place)))
         replies = list(await asyncio.gather(*tasks))
     finally:

@@ -63,7 +63,7 @@ def serve(**options: Any) -> None:
 
 DETAILS = (
     *("latencies", "queue_times", "input_lens", "output_lens", "ttfts", "itls", "start_times"),
-    *("generated_texts", "errors", "server_queue_times", "server_ttfts"),
+    *("generated_texts", "errors", "server_queue_times", "server_ttfts", "rps_change_events"),
 )
 """Lists as long as the run: they are in the file, and not in the last line."""
 
@@ -87,7 +87,7 @@ def check(options: Mapping[str, Any]) -> None:
 async def measure(options: Mapping[str, Any], talk: Talk) -> tuple[dict[str, Any], list[str]]:
     """vLLM's fields, all of them, and its lines. Raises StartError and WrongOutput."""
     from rvllm.bench import serving, traffic
-    from rvllm.bench.arrivals import Rate, arrivals
+    from rvllm.bench.arrivals import Rate, RateChanges, arrivals
     from rvllm.bench.client import Client
 
     key = os.environ.get("OPENAI_API_KEY")
@@ -122,12 +122,16 @@ async def measure(options: Mapping[str, Any], talk: Talk) -> tuple[dict[str, Any
         if not options["disable_tqdm"]:
             talk.progress("requests", count, len(prompts))
 
-    replies, took_s = await traffic.send_all(client, request, prompts, due_s, options["max_concurrency"], ended)
+    changes = RateChanges(rate, len(prompts), lambda: datetime.now().isoformat())
+    limit = options["max_concurrency"]
+    replies, took_s = await traffic.send_all(client, request, prompts, due_s, limit, ended, changes.sent)
     client.close()
     tell_failures(replies, talk)
-    metrics, percentiles = options["percentile_metrics"], options["metric_percentiles"]
+    metrics, percentiles = known_metrics(options), options["metric_percentiles"]
     found = serving.figures(replies, took_s, metrics=metrics, percentiles=percentiles, goodput_ms=options["goodput"])
     fields = run_fields(options, model, len(prompts)) | found
+    if changes.events:
+        fields["rps_change_events"] = changes.events
     if options["save_detailed"]:
         fields |= serving.detailed(replies)
     if options["plot"]:
@@ -137,6 +141,14 @@ async def measure(options: Mapping[str, Any], talk: Talk) -> tuple[dict[str, Any
         title = f"{model}: {fields['output_throughput']:,.1f} tokens/s of {fields['completed']:,} requests"
         plot_latencies({serving.TITLES[name][1]: well[name] for name in metrics}, title, options["plot"])
     return fields, serving.lines(found, rate.per_s, options["max_concurrency"], metrics, percentiles)
+
+
+def known_metrics(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Those that are asked for and mean something, as vLLM's: nobody queues without --max-concurrency."""
+    limited, paced = options["max_concurrency"] is not None, not math.isinf(options["request_rate"])
+    told = {"client_queue_time": limited, "e2el_including_client_queue": limited and paced}
+    names: tuple[str, ...] = options["percentile_metrics"]
+    return tuple(name for name in names if told.get(name, True))
 
 
 def open_tokenizer(options: Mapping[str, Any], model: str) -> Tokenizer | None:

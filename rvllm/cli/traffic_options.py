@@ -10,7 +10,7 @@ import click
 
 from rvllm.cli.options import Size, chain, json_object, range_ratios
 
-METRICS = ("ttft", "tpot", "itl", "e2el")
+METRICS = ("ttft", "tpot", "itl", "e2el", "client_queue_time", "e2el_including_client_queue")
 SAMPLING = (
     ("temperature", float),
     ("top_p", float),
@@ -118,7 +118,9 @@ when_options = chain(
     click.option("--ramp-up-end-rps", type=float),
 )
 told_options = chain(
-    click.option("--percentile-metrics", default="ttft,tpot,itl", callback=metric_names, help="Also e2el.", **SHOWN),
+    click.option(
+        "--percentile-metrics", default="ttft,tpot,itl", callback=metric_names, help="Also e2el, ...", **SHOWN
+    ),
     click.option("--metric-percentiles", default="99", callback=percents, **SHOWN),
     click.option("--goodput", multiple=True, callback=bounds, metavar="METRIC:MS", help="Bounds of ttft, tpot, e2el."),
     click.option("--save-result", is_flag=True, help="Write vLLM's JSON."),

@@ -69,23 +69,25 @@ class Stream:
     ended it. What nobody reads is kept: no more than the tokens that the request may have.
 
     times_s: when each of the tokens last taken came, on the monotonic clock.
+    taker: takes a token as it comes, in place of whoever waits, who sleeps on; False: it is kept, and he is woken. It
+    is asked only while somebody waits, and for no last token.
     """
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.ended = False
         self.times_s: list[float] = []
-        self._events: deque[TokenEvent] = deque()
+        self._events: list[TokenEvent] = []
         self._came_s: list[float] = []
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self.taker: Callable[[TokenEvent, float], bool] | None = None
 
     def take(self) -> list[TokenEvent]:
         """What came since it was asked last, perhaps nothing. Raises what ended the request, once all is taken."""
         if not self._events and self._error is not None:
             raise self._error.with_traceback(None)  # many raise it, and each adds to its traceback
-        events = list(self._events)
-        self._events.clear()
+        events, self._events = self._events, []
         self.times_s, self._came_s = self._came_s, []
         return events
 
@@ -109,15 +111,19 @@ class Stream:
         await self.wait()
         if self._events:
             del self._came_s[0]
-            return self._events.popleft()
+            return self._events.pop(0)
         if self._error is not None:
             raise self._error.with_traceback(None)
         raise StopAsyncIteration
 
     def put(self, event: TokenEvent, came_s: float) -> None:
+        waiter, last = self._waiter, event.finish_reason is not None
+        waited_for = waiter is not None and not waiter.done()
+        if waited_for and not last and self.taker is not None and self.taker(event, came_s):
+            return
         self._events.append(event)
         self._came_s.append(came_s)
-        self.ended = event.finish_reason is not None
+        self.ended = self.ended or last
         self._wake()
 
     def end(self, error: Exception | None = None) -> None:
@@ -131,8 +137,10 @@ class Stream:
 
 async def news(streams: Iterable[Stream]) -> None:
     """Until one of them has something to take, or has ended. For one task at a time."""
-    streams = tuple(streams)
-    while not any(stream.stirred for stream in streams):
+    while True:
+        for stream in streams:
+            if stream.stirred:
+                return
         waiter = asyncio.get_running_loop().create_future()
         for stream in streams:
             stream.wake_with(waiter)

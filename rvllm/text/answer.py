@@ -54,6 +54,11 @@ class AnswerReader:
         """Whether the next token is part of thoughts, as far as is known."""
         return self._thoughts is not None and self._thoughts.thinking
 
+    @property
+    def plain(self) -> bool:
+        """Whether all that comes from now on is text, and goes through as it comes."""
+        return self._calls is None and (self._thoughts is None or self._thoughts.over)
+
     def push(self, text: str) -> list[AnswerPart]:
         """What became certain with `text`."""
         if self._thoughts is None and self._calls is None:

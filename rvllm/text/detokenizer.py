@@ -3,7 +3,7 @@
 The window method. ids[context:given] have come out as text, ids[given:] not yet. What is new is what
 decode(ids[context:]) has beyond decode(ids[context:given]); the context keeps the blank that decoders take from the
 start of a text. While the new text ends in U+FFFD it may end inside a character, and is held back. `flush` gives out
-such an end, for there the character stays incomplete.
+such an end, for there the character stays incomplete. Behind an id that reads by itself another such needs no decoding.
 """
 
 from __future__ import annotations
@@ -29,16 +29,22 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
+        self._plain = tokenizer.plain_texts
         self._ids = self._prompt_context(prompt_ids)
         self._given = len(self._ids)
-        self._given_text = self._decode(self._ids)
-        self._prompt_before = self._before_incomplete()
+        self._given_text: str | None = None  # decoded when it is needed
+        self._behind_plain = self._ends_plain()
+        self._prompt_before = None if self._behind_plain else self._before_incomplete()
 
     def push(self, ids: Sequence[int]) -> str:
         """Take the next ids; the text that became final with them, "" while a character is incomplete."""
+        if self._behind_plain and len(ids) == 1 and (new := self._plain[ids[0]]) is not None:
+            self._ids, self._given, self._given_text = [ids[0]], 1, None
+            return new
         self._ids += filter(self._shows, ids)
         if len(self._ids) == self._given:
             return ""
+        self._behind_plain = False
         text = self._decode(self._ids)
         if not text.endswith(_BROKEN):
             return self._give(text)
@@ -55,8 +61,9 @@ class Detokenizer:
         new = self._beyond_given(text, self._ids)
         if len(self._ids) > self._given:
             self._ids = self._ids[self._given :]
-            self._given, self._given_text = len(self._ids), self._decode(self._ids)
+            self._given, self._given_text = len(self._ids), None
             self._prompt_before = None
+            self._behind_plain = self._ends_plain()
         return new
 
     def _give_most(self, text: str) -> str:
@@ -77,6 +84,8 @@ class Detokenizer:
 
     def _beyond_given(self, text: str, ids: Sequence[int]) -> str:
         """What `text`, decode(ids), has beyond the text given out."""
+        if self._given_text is None:
+            self._given_text = self._decode(self._ids[: self._given])
         if text.startswith(self._given_text):
             return text[len(self._given_text) :]
         if self._prompt_before is not None and text.startswith(self._prompt_before):
@@ -96,6 +105,7 @@ class Detokenizer:
 
     def _before_incomplete(self) -> str | None:
         """The prompt's text before the character that it ends inside of; None where it ends with a whole one."""
+        self._given_text = self._decode(self._ids)
         if not self._given_text.endswith(_BROKEN):
             return None
         for count in (1, 2, 3):
@@ -103,6 +113,9 @@ class Detokenizer:
             if not text.endswith(_BROKEN):
                 return text
         return None
+
+    def _ends_plain(self) -> bool:
+        return bool(self._ids) and self._plain[self._ids[-1]] is not None
 
     def _shows(self, token_id: int) -> bool:
         """Whether decoding looks at `token_id` at all. Hidden ids would be no context for those behind them."""

@@ -57,9 +57,14 @@ class ThoughtReader:
         """Whether it is in the middle of thoughts."""
         return self._state == "thoughts"
 
+    @property
+    def over(self) -> bool:
+        """Whether all that comes from now on is part of the answer."""
+        return self._state == "answer" and self._begun
+
     def push(self, text: str) -> tuple[str, str]:
         """What became certain with `text`: of the thoughts, and of the answer."""
-        if self._state == "answer" and self._begun:
+        if self.over:
             return "", text
         thoughts: list[str] = []
         answer: list[str] = []

@@ -51,6 +51,8 @@ class StopMatcher:
         """Take more text; what is safe to send of all so far. Nothing comes out behind a match."""
         if self.matched is not None or not text:
             return ""
+        if not self._held and self._firsts.isdisjoint(text):
+            return text  # no stop string begins in it
         text = self._held + text
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:

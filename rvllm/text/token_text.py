@@ -7,22 +7,12 @@ from collections.abc import Collection
 from functools import lru_cache
 
 from rvllm.engine.grammar import Vocabulary
+from rvllm.text.plain_tokens import BLANK, BYTES
 from rvllm.text.tokenizer import Tokenizer
 
 _BROKEN = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-_BLANK = "\u2581"
 _MOST_KEPT = 1 << 14
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in a byte-level vocabulary (GPT-2, Radford et al. 2019)."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
-
-
-_BYTES = _byte_alphabet()
 
 
 class TokenTexts:
@@ -40,13 +30,13 @@ class TokenTexts:
         if match and text != spelled:
             data = bytes([int(match[1], 16)])
             return (data.decode() if data.isascii() else text), data
-        blanks = len(spelled) - len(spelled.lstrip(_BLANK))
+        blanks = len(spelled) - len(spelled.lstrip(BLANK))
         if blanks and text.startswith(" " * (blanks - 1)) and not text.startswith(" " * blanks):
             text = " " + text  # which decoders take from the start of a text
         if _BROKEN not in text:
             return text, text.encode()
-        if spelled and all(character in _BYTES for character in spelled):
-            return text, bytes(_BYTES[character] for character in spelled)
+        if spelled and all(character in BYTES for character in spelled):
+            return text, bytes(BYTES[character] for character in spelled)
         return text, text.encode()
 
     def vocabulary(self, count: int, plain: Collection[str] = ()) -> Vocabulary:

@@ -20,6 +20,7 @@ from rvllm.text.chat_template import ChatTemplate
 from rvllm.text.gguf_tokenizer import read_gguf
 from rvllm.text.hf_tokenizer import DEFAULT_TEMPLATE, TemplateText, TokenizerParts, read_folder, read_template
 from rvllm.text.messages import Message, check_tools, json_escape, map_strings, normalise, unused_character
+from rvllm.text.plain_tokens import PlainTexts
 
 _TOOL_TEMPLATE = "tool_use"
 _LONG = 4096  # characters
@@ -224,6 +225,11 @@ class Tokenizer:
         if found is None:
             raise TokenizerError(f"{self._parts.origin} has no token {text!r}, which is to be its {role}")
         return found
+
+    @cached_property
+    def plain_texts(self) -> PlainTexts:
+        """What those ids add to a text that need not be decoded."""
+        return PlainTexts(self._backend)
 
     @cached_property
     def longest_token(self) -> int:

@@ -173,6 +173,9 @@ class JsonCalls(CallReader):
     ends: tuple[str, ...] = ()
     """What stands behind calls; without one, there are more as long as objects follow."""
 
+    doubtful: tuple[str, ...] = ("",)
+    """Markers, "" without one, behind which an object may be anything: only tools that there are can be called."""
+
     @classmethod
     def markers(cls) -> tuple[str, ...]:
         return (*cls.begins, *cls.ends)
@@ -215,7 +218,7 @@ class JsonCalls(CallReader):
     def _end_object(self, inside: str, parts: list[Part]) -> None:
         written = "".join(self._more)
         if self._arguments is None:
-            call = call_of(json_of(written), self._schemas, known=not self._marker)
+            call = call_of(json_of(written), self._schemas, known=self._marker in self.doubtful)
             self._tell(call or inside + written, parts)
             self._inside = None if call is None else ""
         else:
@@ -228,7 +231,8 @@ class JsonCalls(CallReader):
             return None
         found = _BEGUN.fullmatch("".join(self._more))
         name = None if found is None else json_of(found[1])
-        return name if isinstance(name, str) and (self._marker or name in self._schemas) else None
+        sure = self._marker not in self.doubtful or name in self._schemas
+        return name if isinstance(name, str) and sure else None
 
     def _between(self, inside: str, parts: list[Part]) -> None:
         """Between a marker, or a call, and the next object."""
@@ -293,10 +297,17 @@ class Regions(CallReader):
         if character == self.end[-1] and "".join(self._more[-len(self.end) :]) == self.end:
             inside = (self._inside or "") + "".join(self._more)
             self._inside = None
-            self._tell(self._call(inside) or inside, parts)
+            for part in self._calls(inside) or (inside,):
+                self._tell(part, parts)
 
-    @abstractmethod
-    def _call(self, inside: str) -> Call | None: ...
+    def _calls(self, inside: str) -> list[Call]:
+        """The calls between two markers; none where it is something else."""
+        call = self._call(inside)
+        return [] if call is None else [call]
+
+    def _call(self, inside: str) -> Call | None:
+        """The one that there is, in formats that have no more."""
+        return None
 
 
 def call_of(value: Any, schemas: Schemas, *, known: bool) -> Call | None:

@@ -62,6 +62,23 @@ class Internlm(JsonCalls):
     begins, ends = ("<|action_start|><|plugin|>",), ("<|action_end|>",)
 
 
+class Xlam(JsonCalls):
+    """A list as the whole text or behind thoughts, or in one of three frames. What is thought stays text."""
+
+    begins, ends, at_start = ("[TOOL_CALLS]", "<tool_call>", "```json"), ("</tool_call>", "```"), "[{"
+    doubtful = ("", "```json")
+    _THOUGHT = "</think>"
+
+    def __init__(self, schemas: Schemas) -> None:
+        super().__init__(schemas)
+        self._told = ""  # the end of what is text
+
+    def _tell(self, part: Part, parts: list[Part]) -> None:
+        super()._tell(part, parts)
+        self._told = (self._told + part)[-len(self._THOUGHT) :] if isinstance(part, str) else ""
+        self._nothing = self._nothing or self._told == self._THOUGHT
+
+
 class QwenCoder(Regions):
     """<function=NAME><parameter=KEY>VALUE</parameter></function>; values are what the tool's parameters say."""
 
@@ -138,6 +155,33 @@ class Deepseek(Regions):
         return Call(name.strip(), arguments_of(arguments)) if name.strip() and isinstance(arguments, dict) else None
 
 
+class FunctionGemma(Regions):
+    """call:NAME{KEY:VALUE, ...}: as JSON, but for bare keys, and <escape> around texts in place of quotes."""
+
+    begins, end = ("<start_function_call>",), "<end_function_call>"
+    _QUOTE = "<escape>"
+    _CALL = re.compile(r"\s*call:([\w.-]{1,256})(\{.*\})\s*", re.DOTALL)
+    _KEY = re.compile(r"([{,]|^)\s*([\w.-]+)\s*:")
+
+    def _call(self, inside: str) -> Call | None:
+        found = self._CALL.fullmatch(inside.removeprefix(self.begins[0]).removesuffix(self.end))
+        if found is None:
+            return None
+        pieces = found[2].split(self._QUOTE)
+        pieces[::2] = [self._KEY.sub(self._quoted, piece) for piece in pieces[::2]]
+        pieces[1::2] = map(json.dumps, pieces[1::2])
+        values = json_of("".join(pieces))
+        if not isinstance(values, dict) or not len(pieces) % 2:
+            return None
+        types = self._schemas.get(found[1], {}).get("properties", {})
+        typed = {key: _typed(one, types.get(key)) if isinstance(one, str) else one for key, one in values.items()}
+        return Call(found[1], arguments_of(typed))
+
+    @staticmethod
+    def _quoted(key: re.Match[str]) -> str:
+        return f'{key[1] or ","}"{key[2]}":'  # a comma behind a text may be missing
+
+
 class Pythonic(CallReader):
     """[NAME(KEY=VALUE, ...), ...], the whole text."""
 
@@ -155,6 +199,17 @@ class Pythonic(CallReader):
                 self._tell(part, parts)
 
 
+class Olmo(Regions):
+    """Calls in Python's syntax, each in a line of its own."""
+
+    begins, end = ("<function_calls>",), "</function_calls>"
+
+    def _calls(self, inside: str) -> list[Call]:
+        lines = inside.removeprefix(self.begins[0]).removesuffix(self.end).strip().split("\n")
+        found = [python_calls(f"[{line}]") for line in lines if line.strip()]
+        return [] if None in found else [call for calls in found for call in calls or ()]
+
+
 class Llama4(Pythonic):
     begins, skips = ("<|python_start|>",), ("<|python_end|>",)
 
@@ -162,6 +217,7 @@ class Llama4(Pythonic):
 READERS: Mapping[str, type[CallReader]] = {
     "deepseek_v3": Deepseek,
     "deepseek_v31": Deepseek,
+    "functiongemma": FunctionGemma,
     "glm45": Glm,
     "glm47": Glm,
     "granite": Granite,
@@ -175,12 +231,13 @@ READERS: Mapping[str, type[CallReader]] = {
     "llama4_pythonic": Llama4,
     "minimax_m2": Minimax,
     "mistral": Mistral,
-    "olmo3": Pythonic,
+    "olmo3": Olmo,
     "phi4_mini_json": Phi,
     "pythonic": Pythonic,
     "qwen3_coder": QwenCoder,
     "qwen3_xml": QwenCoder,
     "seed_oss": SeedOss,
+    "xlam": Xlam,
 }
 """vLLM's names."""
 
@@ -205,7 +262,7 @@ def reader_for(written: str) -> type[CallReader] | None:
     schemas: Schemas = {_SAMPLE.name: SAMPLE_TOOL["function"]["parameters"]}  # type: ignore[index]
     kinds = (QwenCoder, SeedOss, Hermes, Mistral, Deepseek, Kimi, Minimax, Glm)
     found: dict[type[CallReader], int] = {}
-    for kind in (*kinds, Llama, Pythonic, Llama4, Granite, Jamba, Internlm, Phi):
+    for kind in (*kinds, Llama, Pythonic, Llama4, Granite, Jamba, Internlm, Phi, FunctionGemma, Olmo, Xlam):
         reader = kind(schemas)
         parts = reader.push(written) + reader.finish()
         calls = [(call.name, json_of(call.arguments)) for call in calls_in(parts)]

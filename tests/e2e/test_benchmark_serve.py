@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import ssl
 import subprocess
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.fixtures.certificates import certificate
 from tests.fixtures.commands import LIMIT_S, assert_refused, command, environment, rvllm
 from tests.fixtures.models import TinyModel, random_model
 from tests.fixtures.scripted_server import Scripted, completion, scripted
@@ -24,10 +26,7 @@ RUN = (
     *("queue_times", "max_output_tokens_per_s", "max_concurrent_requests", "rtfx"),
 )
 TIMES = [f"{part}_{name}_ms" for name in ("ttft", "tpot", "itl") for part in ("mean", "median", "std", "p99")]
-DETAILS = (
-    *("input_lens", "output_lens", "ttfts", "itls", "start_times", "generated_texts", "errors"),
-    *("server_queue_times", "server_ttfts"),
-)
+DETAILS = ("input_lens", "output_lens", "ttfts", "itls", "start_times", "generated_texts", "errors")
 
 
 def asked(port: int, *more: str | Path, **changes: str) -> subprocess.CompletedProcess[str]:
@@ -94,8 +93,9 @@ def test_a_server_that_is_not_there_is_told() -> None:
 
 def test_no_more_run_at_once_than_may() -> None:
     with scripted() as server:
-        found = last(asked(server.port, *SHORT, "--max-concurrency", "2", "--num-warmups", "1"))
-    assert server.most_open <= 2
+        queue = ("--percentile-metrics", "ttft,client_queue_time")
+        found = last(asked(server.port, *SHORT, "--max-concurrency", "2", "--num-warmups", "1", *queue))
+    assert server.most_open <= 2 and found["mean_client_queue_time_ms"] > 0
     assert (found["max_concurrency"], found["completed"], len(server.bodies)) == (2, 6, 7)
 
 
@@ -119,6 +119,37 @@ def test_bodies_have_what_was_asked_for() -> None:
         }
     assert {head["x-request-id"] for head in server.headers} == {f"r-{place}" for place in range(6)}
     assert all((head["a"], head["b"]) == ("1", "2") for head in server.headers)
+
+
+def test_a_ramp_and_who_waited_are_told(tmp_path: Path) -> None:
+    ramp = ("--ramp-up-strategy", "linear", "--ramp-up-start-rps", "50", "--ramp-up-end-rps", "52")
+    metrics = ("--percentile-metrics", "e2el,client_queue_time", "--goodput", "e2el:60000")
+    with scripted() as server:
+        one = ("--max-concurrency", "1", "--save-result", "--result-dir", tmp_path, "--result-filename", "r.json")
+        done = asked(server.port, *SHORT, *ramp, *metrics, *one)
+    found, saved = last(done), json.loads((tmp_path / "r.json").read_text())
+    assert [event["rps"] for event in saved["rps_change_events"]] == [50, 51, 52] and "rps_change_events" not in found
+    assert len(saved["queue_times"]) == 6 and found["request_goodput"] == found["request_throughput"]
+    assert found["mean_client_queue_time_ms"] >= 0 and "P99 Client Queue Time (ms):" in done.stdout
+
+
+def test_a_server_that_is_not_ready_yet_is_waited_for() -> None:
+    with scripted(loading=2) as server:
+        waiting = ("--ready-check-timeout-sec", "30")
+        assert last(asked(server.port, *SHORT, *waiting))["completed"] == 6 and server.listed == 3
+    with scripted(loading=2) as server:
+        assert_refused(asked(server.port, *SHORT), "HTTP 503")
+
+
+def test_tls_is_spoken_and_certificates_are_checked_unless_told_otherwise(tmp_path: Path) -> None:
+    key, chain = certificate(tmp_path, "server")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(chain, key)
+    with scripted(tls=context) as server:
+        url = ("--base-url", f"https://127.0.0.1:{server.port}")
+        assert_refused(asked(server.port, *SHORT, *url), "certificate verify failed")
+        assert last(asked(server.port, *SHORT, *url, "--insecure"))["completed"] == 6
+        assert last(asked(server.port, *SHORT, *url, SSL_CERT_FILE=str(chain)))["completed"] == 6
 
 
 def failing(bodies: list[Any], way: str) -> Any:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import select
 import signal
 import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +39,9 @@ def looping(endless: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Ite
         assert len(started.said) == 2, started.said
 
 
-def begun(server: Server, **body: Any) -> socket.socket:
-    """A connection on which a completion has been asked for, and nothing read."""
-    link = socket.create_connection(("127.0.0.1", server.port), LIMIT_S)
+def begun(server: Server, port: int | None = None, **body: Any) -> socket.socket:
+    """A connection on which a completion has been asked for, and nothing read. port: another one than the server's."""
+    link = socket.create_connection(("127.0.0.1", port or server.port), LIMIT_S)
     data = json.dumps(PROMPT | body).encode()
     link.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(data), data))
     return link
@@ -113,17 +115,52 @@ def test_streams_that_end_by_themselves_are_not_aborted_and_keep_no_memory(loopi
 
 
 def test_a_long_prompt_lets_others_go_on_and_begin(looping: Server) -> None:
-    """Told by order, not by the clock: what runs has an event for nearly every piece of the prompt that is read."""
-    with ThreadPoolExecutor(1) as pool, begun(looping, max_tokens=15_000, ignore_eos=True, stream=True) as running:
+    """Told by order, not by the clock: what runs has an event for nearly every piece of the prompt that is read.
+
+    The long one's status goes out before it is read.
+    """
+    with begun(looping, max_tokens=15_000, ignore_eos=True, stream=True) as running:
         until(lambda: looping.stats().load.running == 1, LIMIT_S)
-        long = pool.submit(looping.post, "/v1/completions", prompt="y" * 5000 + "x", max_tokens=1)
-        until(lambda: looping.stats().load.running == 2, LIMIT_S)
-        before = figure(looping, "vllm:generation_tokens_total")
-        answered(looping, 5.0)
-        assert not long.done(), "the prompt is too short for this machine"
-        assert long.result().status == 200
+        with begun(looping, prompt="y" * 5000 + "x", max_tokens=1, stream=True) as long:
+            until(lambda: looping.stats().load.running == 2, LIMIT_S)
+            head = long.recv(4000)
+            assert head.startswith(b"HTTP/1.1 200 ") and head.endswith(b"\r\n\r\n") and b"data" not in head
+            before = figure(looping, "vllm:generation_tokens_total")
+            answered(looping, 5.0)
+            assert not select.select([long], [], [], 0)[0], "the prompt is too short for this machine"
+            told = b""
+            while not told.endswith(b"\r\n0\r\n\r\n"):
+                told += long.recv(4000)
+        assert (told.count(b'"text":"a"'), told.count(b"data: "), told.count(b"data: [DONE]")) == (1, 2, 1)
         assert figure(looping, "vllm:generation_tokens_total") - before > 5000 / 65 / 2
         assert running.recv(100).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_proxy_that_buffers_what_it_may_hands_on_a_stream_as_it_comes(looping: Server) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def stand_between() -> None:
+            """As nginx by default: a reply is handed on when it is whole, unless it says that this is not to be."""
+            link, _ = listener.accept()
+            with suppress(OSError), link, socket.create_connection(("127.0.0.1", looping.port), LIMIT_S) as behind:
+                behind.sendall(link.recv(4000))
+                kept = behind.recv(4000)
+                straight = b"x-accel-buffering: no\r\n" in kept
+                while not straight and not kept.endswith(b"\r\n0\r\n\r\n"):
+                    kept += behind.recv(4000)
+                while kept:
+                    link.sendall(kept)
+                    kept = behind.recv(4000)
+
+        with ThreadPoolExecutor(1) as pool:
+            proxy = pool.submit(stand_between)
+            port = listener.getsockname()[1]
+            with begun(looping, port=port, max_tokens=19_000, ignore_eos=True, stream=True) as link:
+                told = b""
+                while b'"text":"a"' not in told:
+                    told += link.recv(4000)
+                assert looping.stats().load.running == 1, "the stream was over before its first event came"
+            proxy.result()
 
 
 def test_long_streams_end_alone_and_together(endless: TinyModel, tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import os
+import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -237,6 +239,30 @@ def test_a_seed_gives_the_same_tokens_whoever_is_beside_it(drawing: Server) -> N
             assert pool.submit(ids).result() == alone
             loose |= {one.result() for one in beside[:-1]}
     assert len(loose) > 1
+
+
+def test_prompts_with_shared_beginnings_give_the_same_from_the_cache_and_without_it(drawing: Server) -> None:
+    """A salt of its own keeps a prompt from all that is cached. 2,000 by hand: RVLLM_PREFIX_PROMPTS."""
+    dice = random.Random(5)
+    stems = [[dice.randrange(1, 256) for _ in range(260)] for _ in range(8)]
+    prompts = [
+        [*dice.choice(stems)[: dice.randint(0, 260)], *(dice.randrange(1, 256) for _ in range(dice.randint(32, 40)))]
+        for _ in range(int(os.environ.get("RVLLM_PREFIX_PROMPTS", "60")))
+    ]
+
+    def told(prompt: list[int], **salt: str) -> tuple[list[int], float, int]:
+        ask = {"max_tokens": 3, "ignore_eos": True, "return_token_ids": True, "logprobs": 0}
+        reply = complete(drawing, prompt=prompt, **ask, **salt).json
+        (choice,) = reply["choices"]
+        score = sum(choice["logprobs"]["token_logprobs"])
+        return choice["token_ids"], score, reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    with ThreadPoolExecutor(4) as pool:
+        cached = list(pool.map(told, prompts))
+        alone = [pool.submit(told, prompt, cache_salt=f"{number}") for number, prompt in enumerate(prompts)]
+        for (ids, score, _), other in zip(cached, alone):
+            assert other.result() == (ids, pytest.approx(score, abs=1e-4), 0)
+    assert sum(hits for *_, hits in cached) > 30 * len(prompts)
 
 
 def test_log_probabilities_are_finite_whatever_is_impossible(server: Server, drawing: Server) -> None:

@@ -7,16 +7,18 @@ import json
 import signal
 import socket
 import ssl
-import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from tests.fixtures.certificates import certificate
 from tests.fixtures.commands import LIMIT_S
 from tests.fixtures.engines import at_rest, until
 from tests.fixtures.models import EOS, Options, TinyModel, chain_model, loop_model
@@ -85,6 +87,10 @@ def test_what_requests_did_is_told_by_vllms_names_and_bounds(model: TinyModel, t
         found = figures(counted)
         head = counted.send("HEAD", "/metrics")
         assert (head.status, head.body) == (200, b"")
+        for taken, encoding in (("gzip", "gzip"), ("deflate, GZIP;q=0.5", "gzip"), ("gzip;q=0", None), ("br", None)):
+            packed = counted.send("GET", "/metrics", headers={"accept-encoding": taken})
+            assert packed.headers.get("content-encoding") == encoding and "accept-encoding" in packed.headers["vary"]
+            assert packed.body.startswith(b"\x1f\x8b" if encoding else b"# HELP ")
         newer = counted.send("GET", "/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
         assert newer.headers["content-type"].startswith("application/openmetrics-text") and newer.body.endswith(
             b"# EOF\n"
@@ -150,7 +156,8 @@ def test_figures_never_fall_and_add_up_under_load_and_at_its_end(endless: TinyMo
         with ThreadPoolExecutor(8) as pool:
             done = [pool.submit(come_and_go, number) for number in range(24)]
             while not all(one.done() for one in done):
-                seen.append(figures(busy))
+                seen.append(figures(busy, {"accept-encoding": ("identity", "gzip")[len(seen) % 2]}))
+                assert busy.send("HEAD", "/metrics").status == 200
             for one in done:
                 one.result()
         until(lambda: at_rest(busy.stats()), 3.0)
@@ -411,17 +418,6 @@ def test_nothing_is_logged_of_requests_unless_asked_for(model: TinyModel, tmp_pa
 # --- How it is reached
 
 
-def certificate(folder: Path, name: str) -> tuple[Path, Path]:
-    """(key, certificate) for this machine, signed by itself."""
-    key, chain = folder / f"{name}.key", folder / f"{name}.crt"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
-         "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1,IP:::1", "-keyout", key, "-out", chain],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    return key, chain
-
-
 def asked_by_tls(port: int, trusted: Path, own: tuple[Path, Path] | None = None) -> int:
     context = ssl.create_default_context(cafile=trusted)
     if own is not None:
@@ -545,8 +541,10 @@ def test_who_comes_while_it_is_ending_is_sent_away_and_who_was_there_is_answered
     endless: TinyModel, tmp_path: Path, fronts: int
 ) -> None:
     with serving(endless.folder, "--api-server-count", str(fronts), folder=tmp_path / "server") as ending:
-        with begun(ending, {"prompt": "x", "max_tokens": 400, "stream": True}) as link:
-            until(lambda: ending.stats().load.running == 1, LIMIT_S)
+        with ExitStack() as stack:
+            ask = {"prompt": "x", "max_tokens": 400, "stream": True}
+            links = [stack.enter_context(begun(ending, ask)) for _ in range(10)]
+            until(lambda: ending.stats().load.running == 10, LIMIT_S)
             ending.process.terminate()
             ending.told("stopping")
 
@@ -561,8 +559,9 @@ def test_who_comes_while_it_is_ending_is_sent_away_and_who_was_there_is_answered
                 return False
 
             until(refused, 2.0)
-            told = b"".join(iter(lambda: link.recv(30_000), b""))
-        assert told.count(b'"text":"a"') == 400 and b"data: [DONE]" in told
+            for link in links:
+                told = b"".join(iter(partial(link.recv, 30_000), b""))
+                assert told.count(b'"text":"a"') == 400 and b"data: [DONE]" in told
         assert ending.ended() == 0
 
 

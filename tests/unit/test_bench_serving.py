@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rvllm.bench import datasets, serving
-from rvllm.bench.arrivals import Rate, arrivals
+from rvllm.bench.arrivals import Rate, RateChanges, arrivals
 from rvllm.bench.client import Events
 from rvllm.bench.datasets import Lengths
 from rvllm.bench.traffic import Reader, Reply
@@ -109,7 +109,7 @@ def test_events_are_found_wherever_the_pieces_end() -> None:
 
 REPLIES = [
     Reply(10.0, 4, 3, True, 0.5, [0.25, 0.25], 1.0, "abc"),
-    Reply(10.5, 6, 2, True, 0.25, [1.25], 1.5, "de"),
+    Reply(10.5, 6, 2, True, 0.25, [1.25], 1.5, "de", queued_s=0.5),
     Reply(10.5, 9, 1, True, 0.1, [], 0.1, "f", error="HTTP 500: no"),
 ]
 FIELDS = (
@@ -156,6 +156,49 @@ def test_figures_are_those_computed_by_hand() -> None:
     assert (found["max_output_tokens_per_s"], found["max_concurrent_requests"]) == (3.0, 2)
     assert (found["mean_ttft_ms"], found["std_ttft_ms"], found["p50_ttft_ms"]) == (375, 125, 375)
     assert found["p99.9_ttft_ms"] == pytest.approx(499.75)
+    assert (found["latencies"], found["queue_times"]) == ([1.0, 1.5], [0.0, 0.5])
+    names = ("client_queue_time", "e2el_including_client_queue")
+    queued = serving.figures(REPLIES, 4.0, metrics=names, percentiles=(99,), goodput_ms={})
+    assert (queued["mean_client_queue_time_ms"], queued["mean_e2el_including_client_queue_ms"]) == (250, 1500)
+    assert "Mean Client Queue Time (ms):             250.00    " in serving.lines(queued, 1.0, 1, names, (99,))
+
+
+@pytest.mark.parametrize(
+    ("bounds_ms", "good"),
+    [({}, None), ({"ttft": 500}, 2), ({"ttft": 499}, 1), ({"tpot": 250}, 1), ({"e2el": 1000, "ttft": 250}, 0)],
+)
+def test_goodput_counts_replies_that_keep_every_bound_and_did_not_fail(
+    bounds_ms: dict[str, float], good: int | None
+) -> None:
+    found = serving.figures(REPLIES, 4.0, metrics=(), percentiles=(), goodput_ms=bounds_ms)
+    assert found["request_goodput"] == (None if good is None else good / 4)
+
+
+def test_what_the_server_tells_of_its_times_is_kept_by_request() -> None:
+    """Without one that tells any there is no such list."""
+    assert not {"server_queue_times", "server_ttfts"} & set(serving.detailed(REPLIES))
+    reply = Reply(0.0, 1)
+    reader = Reader(reply)
+    for metrics in (None, "no", {"queue_time_ms": None}, {"queue_time_ms": 0.0, "time_to_first_token_ms": 1250}):
+        chunk = json.dumps({"choices": [], "metrics": metrics})
+        reader.feed(f"data: {chunk}\n\n".encode(), 1.0)
+    told = serving.detailed([reply, REPLIES[0]])
+    assert (told["server_queue_times"], told["server_ttfts"]) == ([0.0, None], [1.25, None])
+
+
+def test_a_ramp_tells_when_it_came_to_a_further_request_a_second() -> None:
+    clock = iter(range(100))
+    changes = RateChanges(Rate(ramp_up="linear", start=2, end=6), 9, lambda: f"t{next(clock)}")
+    for place in range(9):  # 2, 2.5, 3, 3.5, ... 6 a second
+        changes.sent(place)
+    assert changes.events == [{"rps": 2 + step, "timestamp": f"t{step}"} for step in range(5)]
+    steep = RateChanges(Rate(ramp_up="exponential", start=1, end=4), 2, lambda: "t")
+    for place in range(2):
+        steep.sent(place)
+    assert [event["rps"] for event in steep.events] == [1, 2, 3, 4]
+    level = RateChanges(Rate(5.0), 2, lambda: "t")
+    level.sent(0)
+    assert level.events == []
 
 
 def test_lines_are_vllms() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -127,6 +128,31 @@ def test_any_byte_level_ids_in_any_pushes_join_to_the_whole_text(ids: list[int],
     detokenizer = Detokenizer(tokenizer, [])
     shown = "".join(detokenizer.push(ids[a:b]) for a, b in zip(cuts, cuts[1:])) + detokenizer.flush()
     assert shown == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", ["bytelevel", "spm"])
+@given(data=st.data())
+def test_ids_that_are_not_decoded_read_as_if_they_were(kind: str, data: st.DataObject) -> None:
+    """Token by token, whatever stands before them; with nothing known of single tokens all is decoded."""
+    some = st.lists(st.integers(0, len(TINY[kind].pieces) - 1) | st.sampled_from(TINY[kind].ids(list(WORDS))), max_size=30)  # fmt: skip
+    prompt, ids, skip = data.draw(some), data.draw(some), data.draw(st.booleans())
+    fast, slow = (Detokenizer(TOKENIZERS[kind], prompt, skip_special_tokens=skip) for _ in range(2))
+    slow._plain = defaultdict(lambda: None)  # type: ignore[assignment]
+    slow._behind_plain = False
+    for token_id in ids:
+        assert fast.push([token_id]) == slow.push([token_id])
+    assert fast.flush() == slow.flush()
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_most_tokens_of_real_tokenizers_need_no_decoding(name: str) -> None:
+    """And each says what decoding it behind another one says."""
+    tokenizer = pip_tokenizer(name)
+    known = {number: text for number in range(0, tokenizer.vocab_size, 7) if (text := tokenizer.plain_texts[number])}
+    assert len(known) > 0.9 * tokenizer.vocab_size / 7
+    before = next(iter(known))
+    for number, text in known.items():
+        assert tokenizer.decode([before, number])[len(tokenizer.decode([before])) :] == text
 
 
 @pytest.mark.parametrize("kind", ["bytelevel", "spm"])

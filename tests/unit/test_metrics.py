@@ -9,7 +9,7 @@ import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rvllm.api import metrics
+from rvllm.api import engine_figures
 from rvllm.api.metrics import Metrics, Timeline, length_bounds
 from rvllm.engine.request import TokenEvent
 from rvllm.engine.scheduler import Limits
@@ -80,7 +80,7 @@ def test_a_histogram_of_the_engine_is_told_in_rising_counts() -> None:
 
 
 def test_an_engine_that_does_not_answer_in_time_has_its_last_word_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(engine_figures, "PATIENCE_S", 0.05)
 
     async def look() -> list[float]:
         made = Metrics("m", 100)
@@ -114,6 +114,23 @@ def test_a_fault_of_the_figures_is_told_once_and_harms_no_request(
         line.came(TokenEvent("a", 7, None, (), None, None, 0), came_s)
     made.ended(line, "stop")
     assert line.tokens == 3 and said == ["figures at /metrics are not to be trusted any more: unexpected OSError"]
+
+
+def test_times_between_tokens_are_told_whole_whoever_shares_a_step() -> None:
+    made = Metrics("m", 100)
+    lines = [Timeline(made, 0.0, 5) for _ in range(3)]
+    name = "vllm:inter_token_latency_seconds"
+    for came_s in (1.0, 1.25, 1.25, 1.5, 3.5):
+        for line in lines:
+            line.came(TokenEvent("a", 7, None, (), None, None, 0), came_s)
+        lines[0].came(TokenEvent("a", 7, None, (), None, None, 0), came_s)  # two of one step
+    found = told(made)
+    assert found["vllm:generation_tokens_total"] == 20
+    assert found[f"{name}_count"] == 9 and found[f"{name}_sum"] == 3 * 2.5
+    assert [found[f"{name}_bucket le={bound}"] for bound in ("0.2", "0.3", "1.0", "2.5")] == [0, 6, 6, 9]
+    lines[0].came(TokenEvent("a", 7, None, (), None, None, 0), 3.625)
+    made.ended(lines[0], "stop")  # from where on others that read the figures see it, too
+    assert made._drawn._drawn == made._drawn._times == 0 and told(made)[f"{name}_count"] == 10
 
 
 def test_a_dead_engine_leaves_its_last_figures() -> None:
