@@ -16,6 +16,7 @@ from rvllm.api.responses import REFUSED as REFUSED_RESPONSES
 from rvllm.api.tools import MOST_TOOLS
 from rvllm.link.messages import Facts
 from rvllm.sampling.params import BIAS_LIMIT, REAL_RANGES, WHOLE_RANGES
+from rvllm.sampling.tags import KIND, MOST_TAGS
 from rvllm.text.messages import ROLES
 from rvllm.text.stop import LONGEST_STOP, MOST_STOPS
 
@@ -94,8 +95,35 @@ NAMED = an_object(("name",), name=STRING)
 TOOL_CHOICE = any_of(
     {"enum": ["none", "auto", "required"]}, an_object(("function",), type={"const": "function"}, function=NAMED)
 )
+TAG_CONTENT = an_object(("type", "json_schema"), type={"const": "json_schema"}, json_schema=OBJECT)
+IN_FORMAT = an_object(("begin", "content", "end"), type={"const": "tag"}, begin=WORDS, content=TAG_CONTENT, end=STRING)
+TRIGGERED = an_object(
+    ("type", "triggers", "tags"),
+    type={"const": "triggered_tags"},
+    triggers=a_list(WORDS, minItems=1),
+    tags=a_list(IN_FORMAT, minItems=1, maxItems=MOST_TAGS),
+    at_least_one={"const": False},
+    stop_after_first={"type": "boolean"},
+)
+STRUCTURES = a_list(
+    an_object(("begin", "schema", "end"), begin=WORDS, schema=OBJECT, end=STRING), minItems=1, maxItems=MOST_TAGS
+)
+
+
+def tags(*more: str) -> list[Json]:
+    """Structural tags in both spellings, with what they need to have besides."""
+    kind: Json = {"const": KIND}
+    return [
+        an_object((*more, "format"), type=kind, format=TRIGGERED),
+        an_object(
+            (*more, "structures", "triggers"), type=kind, structures=STRUCTURES, triggers=a_list(WORDS, minItems=1)
+        ),
+    ]
+
+
 FORMAT = any_of(
     an_object(("type",), type={"enum": ["text", "json_object"]}),
+    *tags("type"),
     an_object(
         ("type", "json_schema"), type={"const": "json_schema"}, json_schema=an_object(("schema",), schema=OBJECT)
     ),
@@ -108,6 +136,7 @@ STRUCTURED = an_object(
     choice=any_of(CHOICE, NULL),
     grammar=any_of(WORDS, NULL),
     json_object=SWITCH,
+    structural_tag=any_of(*tags(), WORDS, NULL),
     disable_any_whitespace=SWITCH,
     disable_additional_properties=SWITCH,
     whitespace_pattern=any_of(WORDS, NULL),
@@ -218,8 +247,11 @@ def fields(names: Sequence[str], facts: Facts | None, *, trusted: bool = False) 
         "request_id": ("The reply's id has it.", STRING | {"pattern": "^[!-~]{1,128}$"}),
         "stream": ("Reply with events as the text comes.", None),
         "stream_options": ("For stream: true.", None),
-        "response_format": ("OpenAI's: the text is JSON, by a schema or any.", FORMAT),
-        "structured_outputs": ("vLLM's: json, regex, choice, grammar or json_object, one of them.", STRUCTURED),
+        "response_format": ("OpenAI's: the text is JSON, by a schema or any; or a structural tag.", FORMAT),
+        "structured_outputs": (
+            "vLLM's: json, regex, choice, grammar, json_object or structural_tag, one of them.",
+            STRUCTURED,
+        ),
         "guided_json": ("structured_outputs.json.", SCHEMA),
         "guided_regex": ("structured_outputs.regex.", WORDS),
         "guided_choice": ("structured_outputs.choice.", CHOICE),

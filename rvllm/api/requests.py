@@ -242,19 +242,21 @@ def _response_format(given: dict[str, Any] | None) -> StructuredOutputsParams | 
         return None
     if kind == "json_object":
         return StructuredOutputsParams(json_object=True)
-    if kind != "json_schema":
+    if kind not in ("json_schema", "structural_tag"):
         raise BadRequest(
-            f"response_format.type is {kind!r:.100}, it has to be text, json_object or json_schema",
+            f"response_format.type is {kind!r:.100}, it has to be text, json_object, json_schema or structural_tag",
             param="response_format",
         )
     named = given.get("json_schema")
     schema = named.get("schema") if isinstance(named, dict) else None
-    if not isinstance(schema, dict):
+    if kind == "json_schema" and not isinstance(schema, dict):
         raise BadRequest(
             "response_format.json_schema.schema is missing, it has to be an object", param="response_format"
         )
     try:
-        return StructuredOutputsParams(json=schema)  # type: ignore[arg-type]
+        if kind == "structural_tag":
+            return StructuredOutputsParams(structural_tag=given)  # type: ignore[arg-type]
+        return StructuredOutputsParams(json=schema)
     except BadRequest as cause:
         raise BadRequest(cause.message, param="response_format", hint=cause.hint) from None
 

@@ -22,6 +22,7 @@ from rvllm.program.program import Program
 from rvllm.sampling.params import SamplingParams
 from rvllm.sampling.sampler import Mask
 from rvllm.sampling.structured import StructuredOutputsParams
+from rvllm.sampling.tags import Tags
 
 MOST_KEPT = 32  # compiled grammars
 MOST_THREADS = 8
@@ -191,7 +192,10 @@ def _grammar(asked: StructuredOutputsParams, library: Any) -> str:
 def _lark(asked: StructuredOutputsParams, library: Any) -> str:
     """The grammar in the one language that llguidance has them all in. Raises BadRequest."""
     if asked.json is not None or asked.json_object:
-        return f"{_HEAD}start: %json {_schema(asked)}"
+        schema = {"type": "object"} if asked.json is None else json.loads(asked.json)
+        return f"{_HEAD}start: %json {_schema(schema, asked)}"
+    if asked.structural_tag is not None:
+        return _HEAD + _tagged(Tags.parse(asked.structural_tag), asked)
     if asked.regex is not None:
         return _HEAD + str(json.loads(library.LLMatcher.grammar_from_regex(asked.regex))["grammars"][0]["lark_grammar"])
     if asked.choice is not None:
@@ -205,8 +209,20 @@ def _lark(asked: StructuredOutputsParams, library: Any) -> str:
         raise _refused(f"it is neither Lark nor GBNF: {cause}") from None
 
 
-def _schema(asked: StructuredOutputsParams) -> str:
-    schema = {"type": "object"} if asked.json is None else json.loads(asked.json)
+def _tagged(tags: Tags, asked: StructuredOutputsParams) -> str:
+    """Free text, in which a trigger, as soon as it is complete, has to become one of its tags."""
+    triggers = list(dict.fromkeys(tag.trigger for tag in tags.tags))
+    lines = [f"trigger_{place}[lazy]: TEXT {json.dumps(trigger)}" for place, trigger in enumerate(triggers)]
+    for place, tag in enumerate(tags.tags):
+        rest = [json.dumps(text) if text else "" for text in (tag.begin.removeprefix(tag.trigger), tag.end)]
+        inside = _schema(tag.schema, asked)
+        lines.append(f"tag_{place}: trigger_{triggers.index(tag.trigger)} {rest[0]} %json {inside} {rest[1]}")
+    one = " | ".join(f"tag_{place}" for place in range(len(tags.tags)))
+    start = f"start: {one} | free" if tags.once else f"start: ({one})* free"
+    return "\n".join([start, "free: TEXT", "TEXT: /(.|\\n)*/", *lines]) + "\n"
+
+
+def _schema(schema: Any, asked: StructuredOutputsParams) -> str:
     if asked.disable_additional_properties:
         _close(schema)
     if asked.disable_any_whitespace:

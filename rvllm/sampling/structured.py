@@ -11,22 +11,24 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from rvllm.errors import BadRequest
+from rvllm.sampling.tags import Tags
 
 MOST_CHARACTERS = 4 << 20
 """Of a schema or a grammar."""
 
-KINDS = ("json", "regex", "choice", "grammar", "json_object")
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """Exactly one of the first five; raises BadRequest naming the one that is wrong.
+    """Exactly one of the first six; raises BadRequest naming the one that is wrong.
 
     json            a JSON schema, also given as an object; kept as JSON text
     regex           a regular expression of Rust's syntax, which all of the text has to match
     choice          texts, of which it has to be one
     grammar         Lark's syntax as llguidance reads it, or llama.cpp's GBNF
     json_object     true: any JSON object
+    structural_tag  free text in which tags have JSON between begin and end (tags.py), also given as an object
     disable_any_whitespace          with JSON: none but in strings
     whitespace_pattern              with JSON: an expression for what may stand between its parts, any number of times;
                                     by default a blank, a tab or an end of line
@@ -39,6 +41,7 @@ class StructuredOutputsParams:
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: str | None = None
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
@@ -47,6 +50,7 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         object.__setattr__(self, "json", _schema(self.json))
         object.__setattr__(self, "choice", _choice(self.choice))
+        object.__setattr__(self, "structural_tag", _tags(self.structural_tag))
         for name in ("regex", "grammar", "whitespace_pattern", "after"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
@@ -64,7 +68,8 @@ class StructuredOutputsParams:
     @property
     def size(self) -> int:
         """Characters of the schema or the grammar."""
-        return sum(len(text) for text in (self.json, self.regex, self.grammar, *(self.choice or ())) if text)
+        texts = (self.json, self.regex, self.grammar, self.structural_tag, *(self.choice or ()))
+        return sum(len(text) for text in texts if text)
 
     @classmethod
     def parse(cls, given: object) -> StructuredOutputsParams:
@@ -90,6 +95,15 @@ def _schema(given: Any) -> str | None:
         return json.dumps(value)
     except (ValueError, RecursionError, TypeError) as cause:
         raise _wrong(f"json is no schema: {cause}") from None
+
+
+def _tags(given: Any) -> str | None:
+    if given is None:
+        return None
+    try:
+        return Tags.parse(given).text()
+    except (ValueError, TypeError, RecursionError) as cause:
+        raise _wrong(f"structural_tag is none: {cause}") from None
 
 
 def _choice(given: Any) -> tuple[str, ...] | None:

@@ -103,6 +103,19 @@ def test_every_kind_of_form_is_held_to_by_both_apis(server: Server, form: dict[s
         assert re.fullmatch(pattern, reply["text"]), reply
 
 
+@pytest.mark.parametrize("spelled", ["structured_outputs", "response_format"])
+def test_a_tag_in_a_free_text_has_its_form(server: Server, spelled: str) -> None:
+    tag = {"begin": "<n>", "content": {"type": "json_schema", "json_schema": {"type": "integer"}}, "end": "</n>"}
+    once = {"type": "triggered_tags", "triggers": ["<"], "tags": [tag], "stop_after_first": True}
+    whole = {"type": "structural_tag", "format": once}
+    form = {spelled: whole if spelled == "response_format" else {"structural_tag": json.dumps(whole)}}
+    biases = {str(ord("<")): 100}  # or it would hardly come to begin one
+    for stream in (False, True):
+        answer = chat(server, **form, logit_bias=biases, stream=stream, temperature=0)
+        said = "".join(event["choices"][0]["delta"].get("content", "") for event in answer.events) if stream else answer.json["choices"][0]["message"]["content"]  # fmt: skip
+        assert re.fullmatch(r"<n>-?[0-9]+</n>", said), said
+
+
 def test_any_object_of_json(server: Server, model: TinyModel) -> None:
     biases = {str(ord("}")): 100, str(model.id('{"')): -100}  # or it would take long to come to an end
     reply = chat(server, response_format={"type": "json_object"}, logit_bias=biases).json["choices"][0]

@@ -231,6 +231,52 @@ def accepts(made: Grammars, form: StructuredOutputsParams, text: str) -> bool:
     return matcher.complete or 256 in next_ids(made, matcher)[0]
 
 
+TAG = {"begin": "<f=a>", "schema": {"type": "integer"}, "end": "</f>"}
+OTHER = {"begin": "<f=b>", "schema": {"type": "boolean"}, "end": ""}
+IN_FORMAT = [
+    {"type": "tag", "begin": one["begin"], "content": {"type": "json_schema", "json_schema": one["schema"]}, "end": one["end"]}
+    for one in (TAG, OTHER)
+]  # fmt: skip
+TRIGGERED = {"type": "triggered_tags", "triggers": ["<f", "<f=a"], "tags": IN_FORMAT}
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        {"type": "structural_tag", "structures": [TAG, OTHER], "triggers": ["<f"]},
+        json.dumps({"structures": [TAG, OTHER], "triggers": ["<f"]}),
+        {"type": "structural_tag", "format": TRIGGERED},
+    ],
+)
+def test_a_text_is_free_but_within_its_tags(tag: Any) -> None:
+    made = grammars(bytes_and(b"<|end|>", b" <f", b"<f=a>", b"x<f="), eos=frozenset({256}))
+    form = StructuredOutputsParams.parse({"structural_tag": tag})
+    assert replace(form, disable_any_whitespace=False) == form  # read again it is the same
+    for text in ("", "any <b>\n", "<f=a>12</f>", "é <f=a>-3</f> and <f=b>true and more", "<<f=b>false<f=a>0</f>", "<"):
+        assert accepts(made, form, text), text
+    for text in ("<f", "<f=c>", "a <f=a>x</f>", "<f=a>1</f><f=b>1", "<f=a>1</g>", "<f=a>12"):
+        assert not accepts(made, form, text), text
+    matcher = made.matcher(form, ends=True)
+    assert {257, 258, 259} < set(next_ids(made, matcher)[0])  # a token may go from free text into a tag
+    matcher.accept(259)
+    assert set(next_ids(made, matcher)[0]) == set(b"ab")
+
+
+def test_a_text_may_end_with_its_first_tag() -> None:
+    made = grammars(bytes_and(b"<|end|>"), eos=frozenset({256}))
+    once = StructuredOutputsParams.parse({"structural_tag": {"format": TRIGGERED | {"stop_after_first": True}}})
+    for text in ("free", "a <f=a>1</f>", "<f=b>true"):
+        assert accepts(made, once, text), text
+    for text in ("a <f=a>1</f> b", "<f=b>true<f=a>1</f>", "<f=b>"):
+        assert not accepts(made, once, text), text
+
+
+def test_tags_may_come_behind_thoughts() -> None:
+    made = grammars(bytes_and(b"<|end|>"), eos=frozenset({256}))
+    form = StructuredOutputsParams.parse({"structural_tag": {"format": TRIGGERED}, "after": "</think>"})
+    assert accepts(made, form, "<f no </think> so <f=a>1</f>!") and not accepts(made, form, "no</think><f=a>b")
+
+
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}},
@@ -290,6 +336,17 @@ def test_a_text_may_end_where_it_has_its_form_and_nowhere_else(
         ({"regex": "a", "choice": ["b"]}, "regex and choice"),
         ({"regexp": "a"}, "regexp"),
         ({"structural_tag": "a"}, "structural_tag"),
+        ({"structural_tag": {"type": "structural_tag"}}, "structures"),
+        ({"structural_tag": {"type": "tag", "structures": [TAG], "triggers": ["<f"]}}, "'tag'"),
+        ({"structural_tag": {"format": TRIGGERED | {"stop_after_first": 1}}}, "true or false"),
+        ({"structural_tag": {"format": TRIGGERED | {"tags": [IN_FORMAT[0] | {"type": "regex"}]}}}, "'regex'"),
+        ({"structural_tag": {"structures": [TAG | {"schema": True}], "triggers": ["<f"]}}, "an object"),
+        ({"structural_tag": {"format": {"type": "sequence"}}}, "sequence"),
+        ({"structural_tag": {"structures": [TAG | {"begin": "[f]"}], "triggers": ["<f"]}}, "no trigger begins"),
+        ({"structural_tag": {"structures": [TAG | {"schema": {"type": "x"}}], "triggers": ["<f"]}}, "x"),
+        ({"structural_tag": {"structures": [TAG | {"more": 1}], "triggers": ["<f"]}}, "more"),
+        ({"structural_tag": {"structures": [TAG], "triggers": ["<f"]}, "regex": "a"}, "regex and structural_tag"),
+        ({"structural_tag": {"format": {"type": "triggered_tags", "triggers": ["<f"], "tags": [], "at_least_one": True}}}, "at_least_one"),
         ("a", "object"),
     ],
 )  # fmt: skip
