@@ -70,7 +70,7 @@ class Stream:
 
     times_s: when each of the tokens last taken came, on the monotonic clock.
     taker: takes a token as it comes, in place of whoever waits, who sleeps on; False: it is kept, and he is woken. It
-    is asked only while somebody waits, and for no last token.
+    is asked only while somebody waits, for no last token, and not where more tokens are there: he takes all at once.
     """
 
     def __init__(self, request_id: str) -> None:
@@ -116,10 +116,10 @@ class Stream:
             raise self._error.with_traceback(None)
         raise StopAsyncIteration
 
-    def put(self, event: TokenEvent, came_s: float) -> None:
+    def put(self, event: TokenEvent, came_s: float, *, more: bool = False) -> None:
         waiter, last = self._waiter, event.finish_reason is not None
         waited_for = waiter is not None and not waiter.done()
-        if waited_for and not last and self.taker is not None and self.taker(event, came_s):
+        if waited_for and not last and not more and self.taker is not None and self.taker(event, came_s):
             return
         self._events.append(event)
         self._came_s.append(came_s)
@@ -218,12 +218,12 @@ class Client(ABC):
 
     def _handle(self, message: FromEngine) -> None:
         if isinstance(message, Tokens):
-            came_s = time.monotonic()
+            came_s, more = time.monotonic(), self._frames.more
             for event in message.events:
                 stream = self._streams.get(event.request_id)
                 if stream is None:
                     continue  # aborted while this was on its way
-                stream.put(event, came_s)
+                stream.put(event, came_s, more=more)
                 if stream.ended:
                     del self._streams[event.request_id]
         elif isinstance(message, Failed):

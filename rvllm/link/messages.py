@@ -179,11 +179,12 @@ def frame(message: Message) -> bytes:
 
 
 class Frames(Generic[Said]):
-    """Cuts what a link delivers into messages."""
+    """Cuts what a link delivers into messages. more: whether more has come behind the last."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[Said]) -> None:
         self._decoder = decoder
         self._data = bytearray()
+        self.more = False
 
     def feed(self, data: bytes) -> Iterator[Said]:
         """The messages that `data` completes. Raises Malformed; before it come those that were well formed."""
@@ -193,6 +194,7 @@ class Frames(Generic[Said]):
             while (end := self._end(begin)) is not None:
                 body = self._data[begin + _HEAD.size : end]
                 begin = end
+                self.more = len(self._data) > end
                 yield self._decode(body)
         finally:
             del self._data[:begin]

@@ -21,7 +21,7 @@ from rvllm.api.replies import MARK, ChatReply, CompletionReply, Reply
 from rvllm.api.requests import StreamOptions
 from rvllm.engine.request import Request, TokenEvent
 from rvllm.link.client import AsyncEngineClient
-from rvllm.link.messages import Tokens
+from rvllm.link.messages import Tokens, frame
 from rvllm.sampling.params import SamplingParams
 from rvllm.text.answer import AnswerReader
 from rvllm.text.completion import Delta, Writer
@@ -168,6 +168,25 @@ def test_what_neither_begins_nor_ends_a_text_is_told_at_once_and_once() -> None:
         assert (one.texts, one.told.texts) == (["a", "d", "e", ""], ["b", "c", "", ""])
         assert one.writer.token_count == 8
         assert one.task is not None and one.task.done() and one.error is None
+
+    asyncio.run(main())
+
+
+def test_tokens_that_came_together_are_told_together() -> None:
+    """A front that is behind writes once for several."""
+
+    async def main() -> None:
+        client = Loose()
+        one = await begun(client, "one")
+        client.hear("a", "one")
+        await settled()
+        steps = [Tokens([TokenEvent("one", ord(text), None, (), None, None, 0)]) for text in "bcd"]
+        client._take(b"".join(map(frame, steps)))
+        assert one.told.texts == []
+        await settled()
+        assert (one.texts, one.told.texts) == (["a", "b", "c", "d"], [])
+        client._take(frame(steps[0]))
+        assert one.told.texts == ["b"]
 
     asyncio.run(main())
 
