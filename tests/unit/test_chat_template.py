@@ -217,9 +217,9 @@ def test_what_a_template_does_to_its_messages_stays_with_it() -> None:
 @pytest.mark.parametrize("source", BOMBS)
 def test_a_template_can_use_up_neither_time_nor_memory(source: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.perf_counter()
+    start_s = time.thread_time()  # others may have the core meanwhile
     refusal(source)
-    assert time.perf_counter() - start < 2.0
+    assert time.thread_time() - start_s < 2.0
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10  # KiB
 
 
