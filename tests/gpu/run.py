@@ -71,7 +71,7 @@ def run(arguments: Sequence[str], counts: Counts, side_by_side: int) -> int:
     status = int(pytest.ExitCode.NO_TESTS_COLLECTED)
     for places, workers in ((KERNELS, side_by_side), (MODELS, 0)):
         paths = [str(ROOT / "tests" / name) for name in places]
-        several = ["-n", str(workers)] if workers else []
+        several = ["-n", str(workers), "-p", "no:benchmark"] if workers else []  # it warns of the others, an error here
         ended = int(pytest.main(["-m", "gpu", "--rootdir", str(ROOT), *several, *paths, *arguments], [counts]))
         if ended not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return ended
