@@ -53,6 +53,16 @@ def test_a_result_of_each_tier_is_kept(tmp_path: Path, monkeypatch: pytest.Monke
     assert {tier: facts["counts"]["passed"] for tier, facts in kept.items()} == {"t70": 2, "t90a": 3}
 
 
+def test_a_run_in_which_no_test_began_replaces_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "RESULTS", tmp_path / "gpu_tests.json")
+    monkeypatch.setattr(run, "machine", lambda: {"tier": "t90a"})
+    run.record({"tier": "t90a", "counts": {"passed": 1}})
+    kept = run.RESULTS.read_text(encoding="utf-8")
+    monkeypatch.setattr(run, "run", lambda arguments, counts, workers: 3)
+    assert run.main() == 3
+    assert run.RESULTS.read_text(encoding="utf-8") == kept
+
+
 def test_without_a_gpu_nothing_is_run_or_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
