@@ -136,6 +136,24 @@ def test_a_long_prompt_lets_others_go_on_and_begin(looping: Server) -> None:
         assert running.recv(100).startswith(b"HTTP/1.1 200 ")
 
 
+def test_streams_of_long_prompts_all_come_to_their_end(looping: Server) -> None:
+    """B115. One after the other, most of them found in the cache, and three at once that are not."""
+
+    def stream(salt: str) -> None:
+        options = {"cache_salt": salt, "stream_options": {"include_usage": True}}
+        prompt = "word " * 1638 + "yx"
+        *deltas, usage = looping.post("/v1/completions", prompt=prompt, max_tokens=10, stream=True, **options).events
+        assert [one["choices"][0]["text"] for one in deltas] == ["a"] * 10
+        assert deltas[-1]["choices"][0]["finish_reason"] == "length"
+        told = usage["usage"]
+        assert (told["prompt_tokens"], told["completion_tokens"], told["total_tokens"]) == (8192, 10, 8202)
+
+    for _ in range(5):
+        stream("one")
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(stream, ("two", "three", "four")))
+
+
 def test_a_proxy_that_buffers_what_it_may_hands_on_a_stream_as_it_comes(looping: Server) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
