@@ -233,9 +233,9 @@ class Generation:
         others = [choice for choice in self.choices if choice.writer.finish_reason is None]
         if not others:
             return
-        going = dict(zip(self.client.submit([drawing(choice.request) for choice in others]), others))
         for choice in others:
-            choice.line.submit()
+            choice.line.submit()  # before the engine has them, whose waiting counts from there
+        going = dict(zip(self.client.submit([drawing(choice.request) for choice in others]), others))
         if at_once is not None and len(self.choices) == 1:  # others' tokens of one step go out in one write
             for stream, choice in going.items():
                 stream.taker = partial(self._at_once, at_once, stream, choice)
