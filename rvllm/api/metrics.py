@@ -6,7 +6,6 @@ tells the sum of all. What the engine counts is asked of it when somebody wants 
 
 from __future__ import annotations
 
-import gc
 import gzip
 import os
 import re
@@ -23,7 +22,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from rvllm.api.engine_figures import EngineFigures
-from rvllm.api.tallies import ManyAlike, TokenTally
+from rvllm.api.tallies import ManyAtOnce, PauseTally, TokenTally
 from rvllm.engine.request import TokenEvent
 from rvllm.sampling.params import SamplingParams
 
@@ -96,7 +95,7 @@ class Metrics:
             registry=self._registry,
         )  # fmt: skip
         self._first_s = self._histogram("time_to_first_token_seconds", "From a request to its first token.", FIRST_S)
-        next_s = ManyAlike(
+        next_s = ManyAtOnce(
             "vllm:inter_token_latency_seconds", "Between two tokens of a request.", tuple(self._labels),
             buckets=TOKEN_S, registry=self._registry,
         ).labels(**self._labels)  # fmt: skip
@@ -125,9 +124,10 @@ class Metrics:
             "rvllm:http_generations", "Requests for text that are being answered.", registry=self._registry,
             multiprocess_mode="livesum",
         )  # fmt: skip
-        self._pause_s = Histogram(
+        pause_s = ManyAtOnce(
             "rvllm:front_gc_pause_seconds", "Pauses of a front for garbage.", buckets=PAUSE_S, registry=self._registry
         )
+        self.pauses = PauseTally(pause_s, PAUSE_S)
 
     def _counter(self, name: str, told: str, *labels: str) -> Counter:
         made = Counter(f"vllm:{name}", told, (*self._labels, *labels), registry=self._registry)
@@ -167,6 +167,7 @@ class Metrics:
     @harmless
     def replied(self, handler: str, method: str, status: int, seconds: float) -> None:
         """A reply to any request went out, or broke off; then the status is 0."""
+        self.pauses.tell()
         method = method if method in METHODS else "other"
         self._http.labels(handler, method, f"{status // 100}xx").inc()
         self._http_s.labels(handler, method).observe(seconds)
@@ -207,19 +208,6 @@ class Metrics:
         self._prompt.observe(line.prompt_tokens)
         self._output.observe(line.tokens)
 
-    def watch_garbage(self) -> None:
-        """Count the pauses of Python's collector from now on."""
-        begin_s = 0.0
-
-        def collecting(phase: str, info: dict[str, int]) -> None:
-            nonlocal begin_s
-            if phase == "start":
-                begin_s = time.perf_counter()
-            else:
-                self._pause_s.observe(time.perf_counter() - begin_s)
-
-        gc.callbacks.append(collecting)
-
     # --- What is told
 
     def going(self) -> int:
@@ -239,6 +227,7 @@ class Metrics:
 
     def _own(self) -> Iterable[Metric]:
         self._drawn.tell()
+        self.pauses.tell()
         if not self._shared:
             return self._registry.collect()
         return MultiProcessCollector(CollectorRegistry()).collect()  # type: ignore[no-untyped-call]

@@ -98,7 +98,7 @@ class Serving:
         metrics.engine.facts = facts
         stages = {"listening": self._listening_s, **dict(facts.startup_s), "ready": process_age_s()}
         metrics.engine.stages = stages
-        metrics.watch_garbage()
+        metrics.pauses.watch()
         # All that is here now stays: the collector need not look at it again.
         gc.collect()
         gc.freeze()

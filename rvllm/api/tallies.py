@@ -1,19 +1,33 @@
-"""Figures that grow with every token, counted cheaply. Knows prometheus-client; not what is counted."""
+"""Figures that grow with every token or at any moment, counted first and handed on later.
+
+Knows prometheus-client; not what is counted.
+"""
 
 from __future__ import annotations
 
+import gc
+import time
 from bisect import bisect_left
 
-from prometheus_client import Counter, Histogram
+import prometheus_client
+from prometheus_client import Counter
+
+from rvllm.engine.tally import Histogram
 
 
-class ManyAlike(Histogram):
-    """A histogram that takes a value many times at once."""
+class ManyAtOnce(prometheus_client.Histogram):
+    """A histogram that takes many values at once."""
 
     def observe_many(self, amount: float, times: int) -> None:
         """As `observe`, so many times."""
         self._sum.inc(amount * times)
         self._buckets[bisect_left(self._upper_bounds, amount)].inc(times)
+
+    def observe_all(self, values: Histogram) -> None:
+        """As `observe` of each value; the bounds must be the same."""
+        self._sum.inc(values.total)
+        for bucket, times in zip(self._buckets, values.counts, strict=True):
+            bucket.inc(times)
 
 
 class TokenTally:
@@ -22,7 +36,7 @@ class TokenTally:
     They are kept back until another step's come, or until `tell`: prometheus-client takes microseconds for each.
     """
 
-    def __init__(self, tokens: Counter, gaps_s: ManyAlike) -> None:
+    def __init__(self, tokens: Counter, gaps_s: ManyAtOnce) -> None:
         self._tokens, self._gaps_s = tokens, gaps_s
         self._drawn = self._times = 0
         self._gap_s = 0.0
@@ -47,3 +61,32 @@ class TokenTally:
             self._gaps_s.observe_many(self._gap_s, times)
         if drawn:
             self._tokens.inc(drawn)
+
+
+class PauseTally:
+    """Pauses of Python's collector, kept back until `tell`.
+
+    A collection may begin anywhere, so also where prometheus-client holds its lock, which in a process that shares its
+    figures is one for all of them: a callback that asked for it then would wait for ever.
+    """
+
+    def __init__(self, pauses_s: ManyAtOnce, bounds_s: tuple[float, ...]) -> None:
+        self._pauses_s, self._bounds_s = pauses_s, bounds_s
+        self._kept = Histogram.empty(bounds_s)
+        self._begin_s = 0.0
+
+    def watch(self) -> None:
+        """Count from now on."""
+        gc.callbacks.append(self._collecting)
+
+    def _collecting(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._begin_s = time.perf_counter()
+        else:
+            self._kept.add(time.perf_counter() - self._begin_s)
+
+    def tell(self) -> None:
+        """Hand on what was kept back. A collection meanwhile is counted among those or the next."""
+        kept, self._kept = self._kept, Histogram.empty(self._bounds_s)
+        if any(kept.counts):
+            self._pauses_s.observe_all(kept)

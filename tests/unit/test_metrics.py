@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import prometheus_client
@@ -17,6 +24,7 @@ from rvllm.engine.tally import Histogram, Load
 from rvllm.errors import EngineDied
 from rvllm.link.messages import Facts, Stats
 from rvllm.program.cost import Traffic
+from tests.fixtures.commands import LIMIT_S, environment
 
 LIMITS = Limits(64, 16, 8, 4, 67, 64, 100, frozenset())
 
@@ -146,3 +154,36 @@ def test_a_dead_engine_leaves_its_last_figures() -> None:
 def test_bounds_of_lengths_are_vllms() -> None:
     assert length_bounds(128) == (1, 2, 5, 10, 20, 50, 100)
     assert length_bounds(1000)[-3:] == (200, 500, 1000)
+
+
+class Collecting(float):
+    """An amount that, when it is added, has Python's collector run."""
+
+    def __radd__(self, other: float) -> float:
+        gc.collect()
+        return other + float(self)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_collection_while_a_figure_is_locked_holds_up_nothing(tmp_path: Path, shared: bool) -> None:
+    """Of a process that shares its figures all have one lock, which is held while one of them grows."""
+    source = f"""
+import gc
+{inspect.getsource(Collecting)}
+from rvllm.api.metrics import Metrics
+made = Metrics("m", 100)
+made.pauses.watch()
+made.pauses._pauses_s._sum.inc(Collecting(1.0))
+made._prompt_tokens.inc(Collecting(2.0))
+page = made.page("")[0].decode()
+gc.callbacks.clear()
+print([line for line in page.splitlines() if line.startswith(("rvllm:front_gc_pause_seconds_count", "vllm:prompt_tokens_t"))])
+"""
+    more = {"PROMETHEUS_MULTIPROC_DIR": os.fspath(tmp_path)} if shared else {}
+    done = subprocess.run(
+        [sys.executable, "-c", source], env=environment(**more), capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert "vllm:prompt_tokens_total" in done.stdout and "} 2.0" in done.stdout
+    count = re.search(r"front_gc_pause_seconds_count ([\d.]+)", done.stdout)
+    assert count and float(count[1]) >= 2
