@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,6 +49,8 @@ CIPHERS = "TLSv1"
 REQUESTS_EACH = 1 << 32
 """By which the numbers of fronts' requests differ, from which their seeds are derived."""
 
+WORKERS = 4
+"""Threads of a front in which long bodies are read and encoded: more would wait for each other, and each has memory."""
 NO_TEMPLATE = "the model has no chat template: chats are refused. hint: give one with --chat-template"
 
 Result = TypeVar("Result")
@@ -240,8 +243,11 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     if find_spec("uvloop"):
         import uvloop
 
-        return uvloop.new_event_loop()
-    return asyncio.new_event_loop()
+        loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    else:
+        loop = asyncio.new_event_loop()
+    loop.set_default_executor(ThreadPoolExecutor(WORKERS))
+    return loop
 
 
 def process_age_s() -> float:
