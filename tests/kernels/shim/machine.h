@@ -19,6 +19,7 @@ namespace shim {
 
 constexpr int MOST_THREADS = 1024;
 constexpr int BARRIERS = 16;
+constexpr size_t MOST_SPARE = 2;  // blocks that a library keeps: a process may have few mappings, and a stack takes two
 constexpr int CANARY_BYTES = 256;     // behind the shared memory
 constexpr int MOST_TURNS = 20000000;  // of one block: seconds, so a thread spins for what never comes
 
@@ -143,7 +144,7 @@ struct Machine {
   void** arguments = nullptr;
   Block* now = nullptr;
   std::vector<Block*> waiting;  // for what others will do
-  Block* spare = nullptr;  // with stacks that can be used again; no more than one, for a process may have few mappings
+  std::vector<Block*> spare;    // with stacks that can be used again; few between launches: see MOST_SPARE
   bool gives_way = false;
   int turns = 0;  // of the block that is there, since it last went on
   bool failed = false;
@@ -488,16 +489,13 @@ constexpr int SHARED_CANARY_BYTES = CANARY_BYTES;
 
 inline void retire(Block* block) {
   free(block->shared);
-  if (machine.spare == nullptr) {
-    machine.spare = block;
-  } else {
-    delete block;
-  }
+  machine.spare.push_back(block);
 }
 
 inline void begin_block(int64_t index) {
-  machine.now = machine.spare == nullptr ? new Block() : machine.spare;
-  machine.spare = nullptr;
+  if (machine.spare.empty()) machine.spare.push_back(new Block());
+  machine.now = machine.spare.back();
+  machine.spare.pop_back();
   const int *grid = machine.launch->grid, bytes = machine.launch->shared_bytes + SHARED_CANARY_BYTES;
   machine.now->block[0] = int(index % grid[0]);
   machine.now->block[1] = int(index / grid[0] % grid[1]);
@@ -587,6 +585,7 @@ inline void run_grid() {
   }
   for (Block* block : machine.waiting) retire(block);
   machine.waiting.clear();
+  for (; machine.spare.size() > MOST_SPARE; machine.spare.pop_back()) delete machine.spare.back();
 }
 
 int run(Launch& launch, void (*kernel)(void**), void** arguments) {
