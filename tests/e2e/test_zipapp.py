@@ -16,6 +16,7 @@ import time
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 MINOR = f"{sys.version_info[0]}.{sys.version_info[1]}"
-QUICK = ("--preset", "1")
+QUICK = ("--preset", "0")
 UNPACKS = ("generate", "--help")  # the smallest command that is not answered from text made at build time
 
 # Unpacks through the archive's own code, then runs what follows with the build first on sys.path.
@@ -57,14 +58,21 @@ def build(output: Path, *options: str, root: Path = ROOT) -> Path:
     return output
 
 
-def built_once(factory: pytest.TempPathFactory, name: str, *options: str) -> Path:
-    """One for all processes of this run, which share the folder that theirs are in; the first that asks builds."""
+@contextmanager
+def shared(factory: pytest.TempPathFactory, name: str) -> Iterator[Path]:
+    """A folder of all processes of this run, in the one that theirs are in; one at a time."""
     ours = factory.getbasetemp()
     folder = (ours.parent if "PYTEST_XDIST_WORKER" in os.environ else ours) / name
     folder.mkdir(exist_ok=True)
-    output = folder / "rvllm.pyz"
     with (folder.parent / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder
+
+
+def built_once(factory: pytest.TempPathFactory, name: str, *options: str) -> Path:
+    """The first process that asks builds."""
+    with shared(factory, name) as folder:
+        output = folder / "rvllm.pyz"
         return output if output.exists() else build(output, *options)
 
 
@@ -83,6 +91,15 @@ def quick_archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
     return tmp_path / "cache"
+
+
+@pytest.fixture(scope="session")
+def filled(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that has the archive's build, for what comes after unpacking."""
+    with shared(tmp_path_factory, "filled") as folder:
+        result = run(sys.executable, archive, *UNPACKS, cache=folder)
+        assert result.returncode == 0 and len(builds(folder)) == 1, result.stderr
+        return folder
 
 
 def environment(cache: Path | None, **more: str) -> dict[str, str]:
@@ -157,7 +174,7 @@ def test_the_second_run_uses_what_the_first_unpacked(archive: Path, cache: Path)
     assert stat.S_IMODE(store(cache).stat().st_mode) == 0o700
 
 
-def test_all_libraries_work_from_the_unpacked_build_alone(archive: Path, cache: Path) -> None:
+def test_all_libraries_work_from_the_unpacked_build_alone(archive: Path, filled: Path) -> None:
     check = """
 import numpy, tokenizers, jinja2.sandbox, markupsafe._speedups, msgspec, click, cuda.bindings.driver, cuda.pathfinder
 import uvicorn.protocols.http.httptools_impl, uvicorn.protocols.http.h11_impl, uvloop, prometheus_client.multiprocess
@@ -178,7 +195,7 @@ for name, module in list(sys.modules.items()):
         assert module.__file__.startswith(folder), (name, module.__file__)
 print("fine")
 """
-    result = run(sys.executable, "-c", ENTER + check, archive, cache=cache)
+    result = run(sys.executable, "-c", ENTER + check, archive, cache=filled)
     assert result.stdout == "fine\n", result.stderr
 
 
@@ -192,24 +209,24 @@ def test_a_bare_python_generates_with_it(archive: Path, cache: Path, tmp_path: P
     assert (result.stdout, result.returncode) == ("Paris.\n", 0), result.stderr
 
 
-def test_a_bare_python_serves_with_it(archive: Path, cache: Path, tmp_path: Path) -> None:
+def test_a_bare_python_serves_with_it(archive: Path, filled: Path, tmp_path: Path) -> None:
     model = chain_model(tmp_path / "model", ["Paris", ".", EOS])
     bare = (sys.executable, "-I", "-S", archive)
-    with serving(model.folder, folder=tmp_path / "server", program=bare, RVLLM_CACHE=str(cache)) as server:
+    with serving(model.folder, folder=tmp_path / "server", program=bare, RVLLM_CACHE=str(filled)) as server:
         reply = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "Capital of France?"}])
         assert reply.json["choices"][0]["message"]["content"] == "Paris."
         formed = server.post("/v1/completions", prompt="x", structured_outputs={"choice": ["no"]})
         assert formed.json["choices"][0]["text"] == "no", formed
         libraries = Path(f"/proc/{server.process.pid}/maps").read_text()
         assert all(
-            f"{store(cache)}/{name}/{part}" in libraries for name in builds(cache) for part in ("httptools", "uvloop")
+            f"{store(filled)}/{name}/{part}" in libraries for name in builds(filled) for part in ("httptools", "uvloop")
         )
         server.process.terminate()
         assert server.ended() == 0
     assert not list((tmp_path / "server").iterdir())
 
 
-def test_the_engine_process_runs_what_this_process_runs(archive: Path, cache: Path, tmp_path: Path) -> None:
+def test_the_engine_process_runs_what_this_process_runs(archive: Path, filled: Path, tmp_path: Path) -> None:
     model = chain_model(tmp_path / "model", ["Paris", ".", EOS])
     script = f"""
 from pathlib import Path
@@ -231,12 +248,12 @@ with EngineProcess() as child:
             print(line)
 """
     for flags in (["-I", "-S"], []):
-        result = run(sys.executable, *flags, "-c", ENTER + script, archive, cache=cache)
+        result = run(sys.executable, *flags, "-c", ENTER + script, archive, cache=filled)
         assert result.stdout == " ".join(map(str, model.script)) + "\n", result.stderr
 
 
 def test_it_can_be_started_again_from_inside_and_leaves_the_environment_alone(
-    archive: Path, cache: Path, tmp_path: Path
+    archive: Path, filled: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text("""
 import atexit, json, os, sys
@@ -246,11 +263,11 @@ def report():
 atexit.register(report)
 """)
     more = {"PYTHONPATH": str(tmp_path), "REPORT": str(tmp_path / "report.json")}
-    result = run(sys.executable, "./rvllm.pyz", *UNPACKS, cache=cache, cwd=archive.parent, **more)
+    result = run(sys.executable, "./rvllm.pyz", *UNPACKS, cache=filled, cwd=archive.parent, **more)
     assert result.returncode == 0, result.stderr
     seen = json.loads((tmp_path / "report.json").read_text())
-    assert seen["environment"] == environment(cache, **more)
-    assert seen["main"] == f"{seen['path'][0]}/rvllm/__init__.py" and seen["path"][0].startswith(str(store(cache)))
+    assert seen["environment"] == environment(filled, **more)
+    assert seen["main"] == f"{seen['path'][0]}/rvllm/__init__.py" and seen["path"][0].startswith(str(store(filled)))
     assert not [entry for entry in seen["path"] if entry.endswith("rvllm.pyz")]
     again = run(sys.executable, seen["again"], "--version", cwd=Path("/"))
     assert again.stdout == f"rvllm {VERSION}\n", again.stderr
@@ -528,9 +545,8 @@ def test_the_same_sources_give_the_same_bytes_in_another_folder(quick_archive: P
     assert hashlib.sha256(again.read_bytes()).digest() == hashlib.sha256(quick_archive.read_bytes()).digest()
 
 
-def test_no_library_needs_more_than_glibc_2_28_and_the_libstdcxx_of_gcc_8(archive: Path, cache: Path) -> None:
-    run(sys.executable, archive, *UNPACKS, cache=cache)
-    libraries = list(store(cache).rglob("*.so*"))
+def test_no_library_needs_more_than_glibc_2_28_and_the_libstdcxx_of_gcc_8(filled: Path) -> None:
+    libraries = list(store(filled).rglob("*.so*"))
     assert len(libraries) > 20
     for path in libraries:
         content = path.read_bytes()

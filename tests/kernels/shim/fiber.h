@@ -14,32 +14,6 @@
 #include <sanitizer/common_interface_defs.h>
 #endif
 
-extern "C" void shim_switch(void** save_stack_pointer, void* stack_pointer);
-
-// What a call must preserve is pushed on the old stack and popped from the new one (System V ABI).
-asm(R"(
-.text
-.p2align 4
-.type shim_switch, @function
-shim_switch:
-  pushq %rbp
-  pushq %rbx
-  pushq %r12
-  pushq %r13
-  pushq %r14
-  pushq %r15
-  movq %rsp, (%rdi)
-  movq %rsi, %rsp
-  popq %r15
-  popq %r14
-  popq %r13
-  popq %r12
-  popq %rbx
-  popq %rbp
-  ret
-.size shim_switch, . - shim_switch
-)");
-
 namespace shim {
 
 #ifdef SHIM_SANITIZED
@@ -48,6 +22,28 @@ constexpr size_t STACK_BYTES = 256 << 10;  // red zones around every local
 constexpr size_t STACK_BYTES = 64 << 10;
 #endif
 constexpr size_t GUARD_BYTES = 4096;
+
+// Go on at `to`, where another switch was left, and leave `*from` to come back to. Jumps instead of a call and a return: a
+// processor foretells where a return leads from the calls before it, and threads return from the same call in turn.
+inline void switch_stacks(void** from, void* to) {
+  asm volatile(
+      "leaq -128(%%rsp), %%rsp\n"  // a leaf function's locals may be below
+      "pushq %%rbp\n"
+      "leaq 1f(%%rip), %%rax\n"
+      "pushq %%rax\n"
+      "movq %%rsp, (%0)\n"
+      "movq %1, %%rsp\n"
+      "popq %%rax\n"
+      "jmp *%%rax\n"
+      "1:\n"
+      "popq %%rbp\n"
+      "leaq 128(%%rsp), %%rsp\n"
+      : "+D"(from), "+S"(to)
+      :
+      : "rax", "rbx", "rcx", "rdx", "r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15", "cc", "memory", "xmm0",
+        "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11", "xmm12", "xmm13",
+        "xmm14", "xmm15");
+}
 
 struct Fiber {
   void* stack_pointer = nullptr;
@@ -76,11 +72,11 @@ struct Fiber {
     fake_stack = nullptr;
 #endif
     ended = false;
-    // Six registers, the address to "return" to, and one word that aligns the stack as a call would.
+    // The address to go on at, and one word that aligns the stack as a call would.
     void** top = reinterpret_cast<void**>(stack + STACK_BYTES) - 2;
     top[0] = reinterpret_cast<void*>(entry);
     top[1] = nullptr;
-    stack_pointer = top - 6;
+    stack_pointer = top;
   }
 };
 
@@ -90,13 +86,15 @@ struct Home {
   void* fake_stack = nullptr;
   const void* bottom = nullptr;
   size_t bytes = 0;
+  bool left = false;  // just now, so that its bounds can be asked for
 };
 
 inline void enter(Home& home, Fiber& fiber) {
 #ifdef SHIM_SANITIZED
+  home.left = true;
   __sanitizer_start_switch_fiber(&home.fake_stack, fiber.stack, STACK_BYTES);
 #endif
-  shim_switch(&home.stack_pointer, fiber.stack_pointer);
+  switch_stacks(&home.stack_pointer, fiber.stack_pointer);
 #ifdef SHIM_SANITIZED
   __sanitizer_finish_switch_fiber(home.fake_stack, nullptr, nullptr);
 #endif
@@ -104,20 +102,31 @@ inline void enter(Home& home, Fiber& fiber) {
 
 inline void started(Home& home, Fiber& fiber) {
 #ifdef SHIM_SANITIZED
-  __sanitizer_finish_switch_fiber(fiber.fake_stack, &home.bottom, &home.bytes);
+  __sanitizer_finish_switch_fiber(fiber.fake_stack, home.left ? &home.bottom : nullptr,
+                                  home.left ? &home.bytes : nullptr);
+  home.left = false;
 #else
   (void)home, (void)fiber;
 #endif
 }
 
-inline void leave(Home& home, Fiber& fiber, bool for_good) {
+// From a fiber to another stack; back by way of a switch to the fiber.
+inline void depart(Home& home, Fiber& fiber, void* to, const void* bottom, size_t bytes, bool for_good) {
 #ifdef SHIM_SANITIZED
-  __sanitizer_start_switch_fiber(for_good ? nullptr : &fiber.fake_stack, home.bottom, home.bytes);
+  __sanitizer_start_switch_fiber(for_good ? nullptr : &fiber.fake_stack, bottom, bytes);
 #else
-  (void)for_good;
+  (void)bottom, (void)bytes, (void)for_good;
 #endif
-  shim_switch(&fiber.stack_pointer, home.stack_pointer);
+  switch_stacks(&fiber.stack_pointer, to);
   started(home, fiber);
+}
+
+inline void leave(Home& home, Fiber& fiber, bool for_good) {
+  depart(home, fiber, home.stack_pointer, home.bottom, home.bytes, for_good);
+}
+
+inline void pass(Home& home, Fiber& fiber, Fiber& other, bool for_good) {
+  depart(home, fiber, other.stack_pointer, other.stack, STACK_BYTES, for_good);
 }
 
 }  // namespace shim

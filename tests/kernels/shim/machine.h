@@ -19,6 +19,7 @@ namespace shim {
 
 constexpr int MOST_THREADS = 1024;
 constexpr int BARRIERS = 16;
+constexpr size_t MOST_SPARE = 2;  // blocks that a library keeps: a process may have few mappings, and a stack takes two
 constexpr int CANARY_BYTES = 256;     // behind the shared memory
 constexpr int MOST_TURNS = 20000000;  // of one block: seconds, so a thread spins for what never comes
 
@@ -143,8 +144,9 @@ struct Machine {
   void** arguments = nullptr;
   Block* now = nullptr;
   std::vector<Block*> waiting;  // for what others will do
-  Block* spare = nullptr;  // with stacks that can be used again; no more than one, for a process may have few mappings
+  std::vector<Block*> spare;    // with stacks that can be used again; few between launches: see MOST_SPARE
   bool gives_way = false;
+  int turns = 0;  // of the block that is there, since it last went on
   bool failed = false;
   Home home;
   uint64_t random_state = 0;
@@ -171,7 +173,7 @@ inline uint32_t random_below(uint32_t bound) {
 
 inline Thread& current_thread() { return machine.now->threads[machine.now->current]; }
 
-inline void back_to_scheduler(bool for_good = false) { leave(machine.home, current_thread().fiber, for_good); }
+void let_others_run(bool for_good = false);
 
 // End the launch with a message. Called on a fiber, it does not return.
 void fail(const char* format, ...) {
@@ -184,7 +186,7 @@ void fail(const char* format, ...) {
   vsnprintf(message + used, room - used, format, arguments);
   va_end(arguments);
   machine.failed = true;
-  back_to_scheduler(true);
+  let_others_run(true);
 }
 
 inline void set_runnable(int thread) { machine.now->runnable[thread / LANES] |= 1u << thread % LANES; }
@@ -192,7 +194,7 @@ inline void set_runnable(int thread) { machine.now->runnable[thread / LANES] |= 
 // Let others run first: another warp too, since this thread may wait for what that one does.
 void yield() {
   machine.gives_way = true;
-  back_to_scheduler();
+  let_others_run();
 }
 
 void need_whole_warp(const char* operation) {
@@ -226,7 +228,7 @@ void arrive(int id, int expected, bool waits) {
   open_if_full(barrier);
   if (waits) {
     current_thread().waits_for = "a barrier of the block";
-    back_to_scheduler();
+    let_others_run();
     current_thread().waits_for = nullptr;
   }
 }
@@ -278,7 +280,7 @@ Slots meet(const char* operation, uint32_t lanes, const void* shown, int bytes) 
   machine.now->runnable[warp_index] &= ~(1u << lane);
   meet_if_complete(warp, warp_index, *meeting);
   current_thread().waits_for = operation;
-  back_to_scheduler();
+  let_others_run();
   current_thread().waits_for = nullptr;
   return meeting->slots[turn];
 }
@@ -292,7 +294,7 @@ void wait_until(const uint32_t* word, uint32_t least) {
     self.least = least;
     self.waits_for = "other blocks";
     machine.now->runnable[machine.now->current / LANES] &= ~(1u << machine.now->current % LANES);
-    back_to_scheduler();
+    let_others_run();
   }
   self.waits_for = nullptr;
 }
@@ -346,7 +348,7 @@ inline void wait_for_late() {
   machine.now->runnable[self / LANES] &= ~(1u << self % LANES);
   open_if_full(machine.now->all_late);
   current_thread().waits_for = "the grid before";
-  back_to_scheduler();
+  let_others_run();
   current_thread().waits_for = nullptr;
   show_late();
 }
@@ -371,7 +373,7 @@ inline void thread_main() {
   started(machine.home, current_thread().fiber);
   machine.kernel(machine.arguments);
   finish_thread();
-  back_to_scheduler(true);
+  let_others_run(true);
   abort();
 }
 
@@ -442,17 +444,41 @@ inline void start_threads(int threads) {
   }
 }
 
+// Whether the block goes on, with which thread: -1 if all wait.
+inline bool goes_on(int last, int* thread) {
+  if (machine.now->unfinished == 0 || machine.failed || machine.turns == MOST_TURNS) return false;
+  *thread = pick(last, machine.launch->block);
+  return true;
+}
+
+inline Fiber& turn_of(int thread) {
+  ++machine.turns;
+  machine.now->current = seen.thread = thread;
+  return current_thread().fiber;
+}
+
+// Called on a fiber: to the thread whose turn it is. Where there is none, home.
+void let_others_run(bool for_good) {
+  Fiber& self = current_thread().fiber;
+  int thread = -1;
+  if (!goes_on(machine.now->current, &thread) || thread < 0) return leave(machine.home, self, for_good);
+  if (Fiber& other = turn_of(thread); &other != &self) pass(machine.home, self, other, for_good);
+}
+
 // Until the block has ended, or waits for others.
 inline void run_threads(int threads) {
-  int last = machine.launch->schedule == REVERSE ? 0 : threads - 1;
-  for (int turn = 0; machine.now->unfinished > 0 && !machine.failed; ++turn) {
-    const int thread = pick(last, threads);
-    if (thread < 0 && wake(*machine.now)) continue;
-    if (thread < 0 && waits_for_blocks(*machine.now)) return;
-    if (thread < 0 || turn == MOST_TURNS) return report_deadlock(threads);
-    machine.now->current = seen.thread = last = thread;
-    enter(machine.home, machine.now->threads[thread].fiber);
+  int thread = -1;
+  machine.turns = 0;
+  machine.now->current = machine.launch->schedule == REVERSE ? 0 : threads - 1;
+  while (goes_on(machine.now->current, &thread)) {
+    if (thread >= 0) {
+      enter(machine.home, turn_of(thread));
+    } else if (!wake(*machine.now)) {
+      break;
+    }
   }
+  if (machine.now->unfinished == 0 || machine.failed) return;
+  if (machine.turns == MOST_TURNS || !waits_for_blocks(*machine.now)) report_deadlock(threads);
 }
 
 #ifdef SHIM_SANITIZED
@@ -463,16 +489,13 @@ constexpr int SHARED_CANARY_BYTES = CANARY_BYTES;
 
 inline void retire(Block* block) {
   free(block->shared);
-  if (machine.spare == nullptr) {
-    machine.spare = block;
-  } else {
-    delete block;
-  }
+  machine.spare.push_back(block);
 }
 
 inline void begin_block(int64_t index) {
-  machine.now = machine.spare == nullptr ? new Block() : machine.spare;
-  machine.spare = nullptr;
+  if (machine.spare.empty()) machine.spare.push_back(new Block());
+  machine.now = machine.spare.back();
+  machine.spare.pop_back();
   const int *grid = machine.launch->grid, bytes = machine.launch->shared_bytes + SHARED_CANARY_BYTES;
   machine.now->block[0] = int(index % grid[0]);
   machine.now->block[1] = int(index / grid[0] % grid[1]);
@@ -562,6 +585,7 @@ inline void run_grid() {
   }
   for (Block* block : machine.waiting) retire(block);
   machine.waiting.clear();
+  for (; machine.spare.size() > MOST_SPARE; machine.spare.pop_back()) delete machine.spare.back();
 }
 
 int run(Launch& launch, void (*kernel)(void**), void** arguments) {

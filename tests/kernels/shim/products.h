@@ -56,17 +56,21 @@ void product(float* d, const void* a, const void* b, const char* operation, bool
   elements(mine + 2 * N, b, N, brain);
   const Slots slots = meet(operation, ~0u, mine, sizeof(mine));
   const int lane = machine.now->current % LANES;
-  double sums[4] = {d[0], d[1], d[2], d[3]};
+  const float* left = reinterpret_cast<const float*>(slots[lane / 4 * 4]);
+  const float* right = reinterpret_cast<const float*>(slots[lane % 4 * 8]) + 2 * N;
+  constexpr int SLOT = SLOT_BYTES / sizeof(float), NEXT_COLUMN = 4 * SLOT;
+  double sum0 = d[0], sum1 = d[1], sum2 = d[2], sum3 = d[3];  // an array would go through memory at every step
+#pragma GCC unroll 16
   for (int k = 0; k < 4 * N; ++k) {
-    const float* left = reinterpret_cast<const float*>(slots[lane / 4 * 4 + k % 8 / 2]) + k / 8 * 4 + k % 2;
-    for (int column = 0; column < 2; ++column) {
-      const int from = (lane % 4 * 2 + column) * 4 + k % 8 / 2;
-      const double right = reinterpret_cast<const float*>(slots[from])[2 * N + k / 8 * 2 + k % 2];
-      sums[column] += left[0] * right;
-      sums[column + 2] += left[2] * right;
-    }
+    const float* of_row = left + k % 8 / 2 * SLOT + k / 8 * 4 + k % 2;
+    const float* of_column = right + k % 8 / 2 * SLOT + k / 8 * 2 + k % 2;
+    const double upper = of_row[0], lower = of_row[2], first = of_column[0], second = of_column[NEXT_COLUMN];
+    sum0 += upper * first;
+    sum1 += upper * second;
+    sum2 += lower * first;
+    sum3 += lower * second;
   }
-  for (int place = 0; place < 4; ++place) d[place] = float(sums[place]);
+  d[0] = float(sum0), d[1] = float(sum1), d[2] = float(sum2), d[3] = float(sum3);
 }
 
 void matrix_product(float* d, const void* a, const void* b, int registers, bool brain) {
@@ -137,17 +141,21 @@ inline void row_of_matrix(float* to, uint64_t matrix, int row, bool brain) {
 
 inline void happen(const Product& asked) {
   const int lane = machine.now->current % LANES, warp = machine.now->current / LANES % 4;
-  float left[2][16], right[16];
-  for (int half = 0; half < 2; ++half) row_of_matrix(left[half], asked.a, warp * 16 + lane / 4 + half * 8, asked.brain);
-  for (int column = 0; column < 2 * asked.count; ++column) {
-    if (column % 8 / 2 != lane % 4) continue;
-    row_of_matrix(right, asked.b, column, asked.brain);
-    for (int half = 0; half < 2; ++half) {
-      float& place = asked.d[column / 8 * 4 + half * 2 + column % 2];
-      double sum = place;
-      for (int k = 0; k < 16; ++k) sum += double(left[half][k]) * right[k];
-      place = float(sum);
+  float upper[16], lower[16], first[16], second[16];
+  row_of_matrix(upper, asked.a, warp * 16 + lane / 4, asked.brain);
+  row_of_matrix(lower, asked.a, warp * 16 + lane / 4 + 8, asked.brain);
+  float* d = asked.d;
+  for (int column = lane % 4 * 2; column < 2 * asked.count; column += 8, d += 4) {
+    row_of_matrix(first, asked.b, column, asked.brain);
+    row_of_matrix(second, asked.b, column + 1, asked.brain);
+    double sum0 = d[0], sum1 = d[1], sum2 = d[2], sum3 = d[3];  // side by side, for each waits for what it was before
+    for (int k = 0; k < 16; ++k) {
+      sum0 += double(upper[k]) * first[k];
+      sum1 += double(upper[k]) * second[k];
+      sum2 += double(lower[k]) * first[k];
+      sum3 += double(lower[k]) * second[k];
     }
+    d[0] = float(sum0), d[1] = float(sum1), d[2] = float(sum2), d[3] = float(sum3);
   }
 }
 
