@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import sys
@@ -40,6 +41,13 @@ def _watch(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 sys.addaudithook(_watch)  # it cannot be taken away again, but only looks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Connections that a library leaves open are complained of where they are collected: here, and in no later test."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(autouse=True)
