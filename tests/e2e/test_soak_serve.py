@@ -3,7 +3,8 @@
     RVLLM_SOAK_SECONDS=1800 python -m pytest -s tests/e2e/test_soak_serve.py                          by hand
     RVLLM_SOAK_DEVICE=cuda RVLLM_SOAK_SECONDS=300 python -m pytest -s tests/e2e/test_soak_serve.py    on a GPU
 
-The seconds are those of load, of all servers together; two minutes where nothing is said. A third of each server's goes before memory is measured.
+The seconds are those of load, of all servers together; two minutes where nothing is said. A third of each server's
+goes before memory is measured.
 """
 
 from __future__ import annotations
