@@ -23,7 +23,7 @@ class _AtOnce:
         return self.reply.goes_on(choice) and self.exchange.writable()
 
     def tell(self, choice: Choice, delta: Delta) -> None:
-        if data := self.reply.events(((choice, delta),)):
+        if data := self.reply.text_event(choice, delta.text):
             self.exchange.write(data)
 
 

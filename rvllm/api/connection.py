@@ -62,15 +62,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._expect()
-        scope = self.scope
-        scope["extensions"] = {
-            LINK: {
-                "abort": self.transport.abort,
-                "unread": self._unread,
-                "writable": lambda: self._writable(scope),
-                "write": self._write,
-            }
-        }
+        self.scope["extensions"] = {LINK: _Turn(self, self.scope)}  # type: ignore[dict-item]
 
     def on_headers_complete(self) -> None:
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -107,28 +99,18 @@ class Connection(HttpToolsProtocol):
         """What is left to be read at the end is kept as long as some of it is read. before: bytes at the last look."""
         if not self.transport.get_write_buffer_size():
             return
-        left = self._unread()
+        left = self.unread()
         if before is not None and left >= before:
             self.transport.abort()
         else:
             self.loop.call_later(self._bounds.client_s, self._end_in_time, left)
 
-    def _unread(self) -> int:
+    def unread(self) -> int:
         """Bytes that the other end has not taken, here and in the kernel, where it tells."""
         queued = b"\0" * 4
         with suppress(OSError, ValueError, AttributeError):  # closed meanwhile, or a kernel that does not tell
             queued = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, queued)
         return self.transport.get_write_buffer_size() + int(struct.unpack("i", queued)[0])
-
-    def _writable(self, scope: object) -> bool:
-        """Whether the reply to this request is the one that goes out, in chunks, and its client reads on."""
-        cycle = self.cycle
-        begun = cycle is not None and cycle.scope is scope and cycle.chunked_encoding and not cycle.response_complete
-        return bool(begun) and not self.flow.write_paused and not cycle.disconnected and not self.transport.is_closing()
-
-    def _write(self, data: bytes) -> None:
-        """A chunk, as the cycle's own `send` writes it."""
-        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def _too_large(self) -> HttpError:
         bounds = self._bounds
@@ -159,6 +141,31 @@ class Connection(HttpToolsProtocol):
             self._refuse(HttpError(408, "the request did not come in time", code="request_timeout"))
         else:
             self.transport.close()
+
+
+class _Turn:
+    """A request's turn on its connection: what an application may do with that (http.Link)."""
+
+    __slots__ = ("_connection", "_scope", "_transport", "abort", "unread")
+
+    def __init__(self, connection: Connection, scope: object) -> None:
+        self._connection, self._scope, self._transport = connection, scope, connection.transport
+        self.abort, self.unread = connection.transport.abort, connection.unread
+
+    def writable(self) -> bool:
+        connection = self._connection
+        cycle = connection.cycle
+        return (
+            cycle is not None
+            and cycle.scope is self._scope
+            and bool(cycle.chunked_encoding)
+            and not (cycle.response_complete or cycle.disconnected)
+            and not (connection.flow.write_paused or self._transport.is_closing())
+        )
+
+    def write(self, data: bytes) -> None:
+        """As the cycle's own `send` writes a chunk."""
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 def limited(bounds: Bounds) -> type[asyncio.Protocol]:

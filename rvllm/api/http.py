@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 from uuid import uuid4
 
 import msgspec
@@ -58,6 +58,22 @@ class Rules:
     cors: Cors = NO_PAGES
 
 
+class Link(Protocol):
+    """What a server can do with a request's connection beside ASGI: `scope["extensions"][LINK]`."""
+
+    def writable(self) -> bool:
+        """Whether the reply to the request is the one that goes out, in chunks, and its client reads on."""
+
+    def write(self, data: bytes) -> None:
+        """A chunk of the reply, at once. Only where it is `writable`."""
+
+    def unread(self) -> int:
+        """Bytes that the other end has not taken."""
+
+    def abort(self) -> None:
+        """End the connection, with what is written to it and not yet read."""
+
+
 class Gone(Exception):
     """The client went away before it had sent its request: there is nobody to tell."""
 
@@ -94,6 +110,7 @@ class Exchange:
     path: str = field(init=False)
     request_id: str = field(init=False)
     shared: dict[str, str] = field(init=False)
+    link: Link | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in self.scope["headers"]}
@@ -105,6 +122,7 @@ class Exchange:
         given = self.headers.get("x-request-id", "")
         self.request_id = given if REQUEST_ID.fullmatch(given) else uuid4().hex
         self.shared = {"x-request-id": self.request_id, **self.rules.cors.told(self.headers)}
+        self.link = self.scope.get("extensions", {}).get(LINK)
 
     @property
     def client(self) -> str:
@@ -155,12 +173,13 @@ class Exchange:
 
     def writable(self) -> bool:
         """Whether `write` can be used now: a stream has begun, and all is written that was sent to it."""
-        return self.begun and self.waits_s is None and bool(self._connection("writable"))
+        return self.begun and self.waits_s is None and self.link is not None and self.link.writable()
 
     def write(self, data: bytes) -> None:
         """Events as in `events`, at once. Only where it is `writable`."""
         self.spoke_s = time.monotonic()
-        self.scope["extensions"][LINK]["write"](data)
+        assert self.link is not None
+        self.link.write(data)
 
     async def end(self, data: bytes = b"") -> None:
         """The last events of a stream."""
@@ -184,7 +203,7 @@ class Exchange:
         """Whether the client has read nothing for so long that it is taken for gone; then its connection is."""
         if self.waits_s is None:
             return False
-        before, self.unread = self.unread, self._connection("unread")
+        before, self.unread = self.unread, self.link.unread() if self.link is not None else 0
         if self.unread < before:
             self.waits_s = time.monotonic()
         if time.monotonic() - self.waits_s < self.rules.client_s:
@@ -194,12 +213,8 @@ class Exchange:
 
     def drop(self) -> None:
         """End the connection, with what is written to it and not yet read."""
-        self._connection("abort")
-
-    def _connection(self, what: str) -> int:
-        """What the server can do with the connection, beside ASGI; 0 where it cannot."""
-        able = self.scope.get("extensions", {}).get(LINK, {})
-        return able[what]() or 0 if what in able else 0
+        if self.link is not None:
+            self.link.abort()
 
     async def gone(self) -> None:
         """Until the client has gone away. For after the body."""

@@ -80,12 +80,17 @@ class Reply(ABC):
         usual = self.usual
         for choice, delta in batch:
             if usual and delta.finish_reason is None and self.goes_on(choice):
-                if delta.text:
-                    before, after = self.frames.get(choice.index) or self._frame(choice)
-                    told += (before, encode_json(delta.text), after)
+                told.append(self.text_event(choice, delta.text))
             else:
                 told += map(event, self.chunks([(choice, delta)]))
         return b"".join(told)
+
+    def text_event(self, choice: Choice, text: str) -> bytes:
+        """The event of a piece that is nothing but the next text; none where there is none."""
+        if not text:
+            return b""
+        before, after = self.frames.get(choice.index) or self._frame(choice)
+        return before + encode_json(text) + after
 
     def _frame(self, choice: Choice) -> tuple[bytes, bytes]:
         before, _, after = event(self._chunk([self.text_piece(choice, MARK)], None)).rpartition(encode_json(MARK))
