@@ -38,7 +38,8 @@ def rope_angles(positions: Int32, lengths: Int32, inv_freq: Float32, threshold: 
 def norm(x: Float32, weight: Float32, epsilon: float, dtype: DType) -> Float32:
     """RMSNorm of each row: weight * X(x / sqrt(mean(x^2) + epsilon))."""
     mean = np.mean(np.square(x), axis=-1, keepdims=True)
-    normed = round_to(x / np.sqrt(mean + np.float32(epsilon)), dtype)
+    root: Float32 = np.sqrt(mean + np.float32(epsilon))
+    normed = round_to(x / root, dtype)
     return round_to(normed * weight, dtype)
 
 
@@ -105,8 +106,8 @@ def encode(rows: Float32) -> tuple[Stored, Float32]:
     scale = float32(largest |x| / 448); code = E4M3(float32(x / scale)), 0 where the scale is 0. Where a row holds
     anything that is no finite number, scale and codes are NaN: no score of such a key is a number.
     """
-    largest = np.abs(rows).max(axis=-1)
-    scales = np.where(np.isfinite(largest), largest / E4M3_LARGEST, np.float32(np.nan))
+    largest: Float32 = np.abs(rows).max(axis=-1)
+    scales: Float32 = np.where(np.isfinite(largest), largest / E4M3_LARGEST, np.float32(np.nan))
     with np.errstate(invalid="ignore", divide="ignore"):
         codes = f32_to_e4m3(rows / scales[..., None])
     codes[scales == 0] = 0
