@@ -57,13 +57,6 @@ DEVICE int grid_x() { return gridDim.x; }
 DEVICE int grid_y() { return gridDim.y; }
 DEVICE int grid_z() { return gridDim.z; }
 
-// The same, in a register from here on: ptxas would compute it anew at every use.
-template <typename T>
-DEVICE T* held(T* pointer) {
-  asm volatile("" : "+l"(pointer));
-  return pointer;
-}
-
 // ---- Barriers. `threads` of a numbered barrier (1..15) counts those that wait and those that only arrive.
 DEVICE void sync_block() { __syncthreads(); }
 DEVICE void sync_warp(uint32 lanes = ALL_LANES) { __syncwarp(lanes); }

@@ -8,63 +8,55 @@
 
 template <int EIGHTS, typename X>
 DEVICE void linear_gated(const X* x, const X* weight, const X* bias, X* out, int tokens, int width, int depth,
-                         int activation, int tiles, int tokens_stay, float* workspace, uint32* counters) {
+                         int activation, float* workspace, uint32* counters) {
   const Gated<X> to = {bias, out, width, activation};
-  linear<EIGHTS>(Operands<X>{x, weight, tokens, depth}, Split{tiles, tokens_stay, {workspace, counters}}, to);
+  linear<EIGHTS>(Operands<X>{x, weight, tokens, depth}, Meeting{workspace, counters}, to);
 }
 
 KERNEL(256)
 void linear_act_mul_f16_m8(const half_t* x, const half_t* weight, const half_t* bias, half_t* out, int tokens,
-                           int width, int depth, int activation, int tiles, int tokens_stay, float* workspace,
-                           uint32* counters) {
-  linear_gated<1>(x, weight, bias, out, tokens, width, depth, activation, tiles, tokens_stay, workspace, counters);
+                           int width, int depth, int activation, float* workspace, uint32* counters) {
+  linear_gated<1>(x, weight, bias, out, tokens, width, depth, activation, workspace, counters);
 }
 
 KERNEL(256)
 void linear_act_mul_f16_m16(const half_t* x, const half_t* weight, const half_t* bias, half_t* out, int tokens,
-                            int width, int depth, int activation, int tiles, int tokens_stay, float* workspace,
-                            uint32* counters) {
-  linear_gated<2>(x, weight, bias, out, tokens, width, depth, activation, tiles, tokens_stay, workspace, counters);
+                            int width, int depth, int activation, float* workspace, uint32* counters) {
+  linear_gated<2>(x, weight, bias, out, tokens, width, depth, activation, workspace, counters);
 }
 
 KERNEL(256)
 void linear_act_mul_f16_m32(const half_t* x, const half_t* weight, const half_t* bias, half_t* out, int tokens,
-                            int width, int depth, int activation, int tiles, int tokens_stay, float* workspace,
-                            uint32* counters) {
-  linear_gated<4>(x, weight, bias, out, tokens, width, depth, activation, tiles, tokens_stay, workspace, counters);
+                            int width, int depth, int activation, float* workspace, uint32* counters) {
+  linear_gated<4>(x, weight, bias, out, tokens, width, depth, activation, workspace, counters);
 }
 
-KERNEL(512)
+KERNEL(384)
 void linear_act_mul_f16_m64(const half_t* x, const half_t* weight, const half_t* bias, half_t* out, int tokens,
-                            int width, int depth, int activation, int tiles, int tokens_stay, float* workspace,
-                            uint32* counters) {
-  linear_gated<8>(x, weight, bias, out, tokens, width, depth, activation, tiles, tokens_stay, workspace, counters);
+                            int width, int depth, int activation, float* workspace, uint32* counters) {
+  linear_gated<8>(x, weight, bias, out, tokens, width, depth, activation, workspace, counters);
 }
 
 KERNEL(256)
 void linear_act_mul_bf16_m8(const bfloat_t* x, const bfloat_t* weight, const bfloat_t* bias, bfloat_t* out, int tokens,
-                            int width, int depth, int activation, int tiles, int tokens_stay, float* workspace,
-                            uint32* counters) {
-  linear_gated<1>(x, weight, bias, out, tokens, width, depth, activation, tiles, tokens_stay, workspace, counters);
+                            int width, int depth, int activation, float* workspace, uint32* counters) {
+  linear_gated<1>(x, weight, bias, out, tokens, width, depth, activation, workspace, counters);
 }
 
 KERNEL(256)
 void linear_act_mul_bf16_m16(const bfloat_t* x, const bfloat_t* weight, const bfloat_t* bias, bfloat_t* out, int tokens,
-                             int width, int depth, int activation, int tiles, int tokens_stay, float* workspace,
-                             uint32* counters) {
-  linear_gated<2>(x, weight, bias, out, tokens, width, depth, activation, tiles, tokens_stay, workspace, counters);
+                             int width, int depth, int activation, float* workspace, uint32* counters) {
+  linear_gated<2>(x, weight, bias, out, tokens, width, depth, activation, workspace, counters);
 }
 
 KERNEL(256)
 void linear_act_mul_bf16_m32(const bfloat_t* x, const bfloat_t* weight, const bfloat_t* bias, bfloat_t* out, int tokens,
-                             int width, int depth, int activation, int tiles, int tokens_stay, float* workspace,
-                             uint32* counters) {
-  linear_gated<4>(x, weight, bias, out, tokens, width, depth, activation, tiles, tokens_stay, workspace, counters);
+                             int width, int depth, int activation, float* workspace, uint32* counters) {
+  linear_gated<4>(x, weight, bias, out, tokens, width, depth, activation, workspace, counters);
 }
 
-KERNEL(512)
+KERNEL(384)
 void linear_act_mul_bf16_m64(const bfloat_t* x, const bfloat_t* weight, const bfloat_t* bias, bfloat_t* out, int tokens,
-                             int width, int depth, int activation, int tiles, int tokens_stay, float* workspace,
-                             uint32* counters) {
-  linear_gated<8>(x, weight, bias, out, tokens, width, depth, activation, tiles, tokens_stay, workspace, counters);
+                             int width, int depth, int activation, float* workspace, uint32* counters) {
+  linear_gated<8>(x, weight, bias, out, tokens, width, depth, activation, workspace, counters);
 }

@@ -6,55 +6,55 @@
 
 template <int EIGHTS, typename X>
 DEVICE void linear_unrounded(const X* x, const X* weight, const X* bias, float* out, int tokens, int rows, int depth,
-                             int tiles, int tokens_stay, float* workspace, uint32* counters) {
+                             float* workspace, uint32* counters) {
   const Plain<Unrounded<X>> to = {{bias}, out, rows};
-  linear<EIGHTS>(Operands<X>{x, weight, tokens, depth}, Split{tiles, tokens_stay, {workspace, counters}}, to);
+  linear<EIGHTS>(Operands<X>{x, weight, tokens, depth}, Meeting{workspace, counters}, to);
 }
 
 KERNEL(256)
 void linear_f32_f16_m8(const half_t* x, const half_t* weight, const half_t* bias, float* out, int tokens, int rows,
-                       int depth, int tiles, int tokens_stay, float* workspace, uint32* counters) {
-  linear_unrounded<1>(x, weight, bias, out, tokens, rows, depth, tiles, tokens_stay, workspace, counters);
+                       int depth, float* workspace, uint32* counters) {
+  linear_unrounded<1>(x, weight, bias, out, tokens, rows, depth, workspace, counters);
 }
 
 KERNEL(256)
 void linear_f32_f16_m16(const half_t* x, const half_t* weight, const half_t* bias, float* out, int tokens, int rows,
-                        int depth, int tiles, int tokens_stay, float* workspace, uint32* counters) {
-  linear_unrounded<2>(x, weight, bias, out, tokens, rows, depth, tiles, tokens_stay, workspace, counters);
+                        int depth, float* workspace, uint32* counters) {
+  linear_unrounded<2>(x, weight, bias, out, tokens, rows, depth, workspace, counters);
 }
 
 KERNEL(256)
 void linear_f32_f16_m32(const half_t* x, const half_t* weight, const half_t* bias, float* out, int tokens, int rows,
-                        int depth, int tiles, int tokens_stay, float* workspace, uint32* counters) {
-  linear_unrounded<4>(x, weight, bias, out, tokens, rows, depth, tiles, tokens_stay, workspace, counters);
+                        int depth, float* workspace, uint32* counters) {
+  linear_unrounded<4>(x, weight, bias, out, tokens, rows, depth, workspace, counters);
 }
 
-KERNEL(512)
+KERNEL(384)
 void linear_f32_f16_m64(const half_t* x, const half_t* weight, const half_t* bias, float* out, int tokens, int rows,
-                        int depth, int tiles, int tokens_stay, float* workspace, uint32* counters) {
-  linear_unrounded<8>(x, weight, bias, out, tokens, rows, depth, tiles, tokens_stay, workspace, counters);
+                        int depth, float* workspace, uint32* counters) {
+  linear_unrounded<8>(x, weight, bias, out, tokens, rows, depth, workspace, counters);
 }
 
 KERNEL(256)
 void linear_f32_bf16_m8(const bfloat_t* x, const bfloat_t* weight, const bfloat_t* bias, float* out, int tokens,
-                        int rows, int depth, int tiles, int tokens_stay, float* workspace, uint32* counters) {
-  linear_unrounded<1>(x, weight, bias, out, tokens, rows, depth, tiles, tokens_stay, workspace, counters);
+                        int rows, int depth, float* workspace, uint32* counters) {
+  linear_unrounded<1>(x, weight, bias, out, tokens, rows, depth, workspace, counters);
 }
 
 KERNEL(256)
 void linear_f32_bf16_m16(const bfloat_t* x, const bfloat_t* weight, const bfloat_t* bias, float* out, int tokens,
-                         int rows, int depth, int tiles, int tokens_stay, float* workspace, uint32* counters) {
-  linear_unrounded<2>(x, weight, bias, out, tokens, rows, depth, tiles, tokens_stay, workspace, counters);
+                         int rows, int depth, float* workspace, uint32* counters) {
+  linear_unrounded<2>(x, weight, bias, out, tokens, rows, depth, workspace, counters);
 }
 
 KERNEL(256)
 void linear_f32_bf16_m32(const bfloat_t* x, const bfloat_t* weight, const bfloat_t* bias, float* out, int tokens,
-                         int rows, int depth, int tiles, int tokens_stay, float* workspace, uint32* counters) {
-  linear_unrounded<4>(x, weight, bias, out, tokens, rows, depth, tiles, tokens_stay, workspace, counters);
+                         int rows, int depth, float* workspace, uint32* counters) {
+  linear_unrounded<4>(x, weight, bias, out, tokens, rows, depth, workspace, counters);
 }
 
-KERNEL(512)
+KERNEL(384)
 void linear_f32_bf16_m64(const bfloat_t* x, const bfloat_t* weight, const bfloat_t* bias, float* out, int tokens,
-                         int rows, int depth, int tiles, int tokens_stay, float* workspace, uint32* counters) {
-  linear_unrounded<8>(x, weight, bias, out, tokens, rows, depth, tiles, tokens_stay, workspace, counters);
+                         int rows, int depth, float* workspace, uint32* counters) {
+  linear_unrounded<8>(x, weight, bias, out, tokens, rows, depth, workspace, counters);
 }

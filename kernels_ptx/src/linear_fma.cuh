@@ -43,34 +43,26 @@ DEVICE void lane_sums(float (&sums)[2][8], const Operands<X>& in, const Out& out
   }
 }
 
-// The sums of a block's groups, laid out as linear_mma.cuh does, in one layer.
+// Leaves the sums of the block's tiles in shared memory, laid out as linear_mma.cuh does, in the one layer that it
+// gives.
 template <int EIGHTS, typename X, typename Out>
-struct BlockSums {
-  const Operands<X>& in;
-  const Out& out;
-  const Groups& groups;
-  unsigned char* memory;
-
-  DEVICE const float* of(int group) const {
-    if (group != block_x()) sync_block();  // the sums before are read
-    float* to = reinterpret_cast<float*>(memory) + warp_index() * 4 * 4;
-    NO_UNROLL
-    for (int part = 0; part < groups.tiles * EIGHTS; ++part) {
-      float sums[2][8] = {};
-      const int slot = (group * groups.tiles + part / EIGHTS) * 16 + warp_index(), token = part % EIGHTS * 8;
-      if (in.depth % WIDE == 0) {
-        lane_sums<WIDE>(sums, in, out, slot, token);
-      } else {
-        lane_sums<1>(sums, in, out, slot, token);
-      }
-      UNROLL
-      for (int i = 0; i < 16; ++i) {
-        const float sum = warp_sum(sums[i / 8][i % 8]);
-        if (lane_index() == i) to[part * WARP * 4 + i % 8 / 2 * 4 + i / 8 * 2 + i % 2] = sum;
-      }
+DEVICE int block_sums(const Operands<X>& in, const Out& out, int tiles, unsigned char* memory) {
+  float* to = reinterpret_cast<float*>(memory) + warp_index() * 4 * 4;
+  NO_UNROLL
+  for (int part = 0; part < tiles * EIGHTS; ++part) {
+    float sums[2][8] = {};
+    const int slot = (block_x() * tiles + part / EIGHTS) * 16 + warp_index(), token = part % EIGHTS * 8;
+    if (in.depth % WIDE == 0) {
+      lane_sums<WIDE>(sums, in, out, slot, token);
+    } else {
+      lane_sums<1>(sums, in, out, slot, token);
     }
-    sync_block();
-    return reinterpret_cast<const float*>(memory);
+    UNROLL
+    for (int i = 0; i < 16; ++i) {
+      const float sum = warp_sum(sums[i / 8][i % 8]);
+      if (lane_index() == i) to[part * WARP * 4 + i % 8 / 2 * 4 + i / 8 * 2 + i % 2] = sum;
+    }
   }
-  DEVICE int count() const { return 1; }
-};
+  sync_block();
+  return 1;
+}

@@ -11,13 +11,6 @@ struct Operands {
   int tokens, depth;
 };
 
-// The weight's slots in groups of `tiles` (1 or 2) times 16. Block x has groups x, x + grid_x() and so on: all blocks read
-// from front to back together.
-struct Groups {
-  int count, tiles;
-  bool tokens_stay;  // in shared memory, for all groups of a block
-};
-
 struct Range {
   int begin, end;
 };

@@ -76,17 +76,15 @@ def chunk_of_a_prompt() -> Call:
     return Call("attention_decode", "attention_decode_d64_bf16", (count, 1), 128, args, out, [q, *newest], shared)
 
 
-def product(stem: str, depth: int, blocks: int = 3) -> Call:
-    """With as many blocks as there are tiles, or fewer that keep their tokens."""
-    tokens, rows, stay = 3, 48, blocks < 3
+def product(stem: str, depth: int) -> Call:
+    tokens, rows = 3, 48
     x, weight = BF16.normal(RNG, tokens, depth), BF16.normal(RNG, rows, depth)
     width = rows // 2 if stem == "linear_act_mul" else rows
     out = np.zeros((tokens, width), dtype=np.uint16)
     others = [BF16.normal(RNG, tokens, rows)] if stem == "linear_add" else []
-    sizes = [tokens, width, depth, *([0] if stem == "linear_act_mul" else []), 1, int(stay)]
+    sizes = [tokens, width, depth, *([0] if stem == "linear_act_mul" else [])]
     args = [x, weight, 0, *others, out, *sizes, np.zeros(4096, dtype=np.float32), np.zeros(8, dtype=np.uint32)]
-    shared = 4096 * (5 * 2 + 2 + (2 * -(-depth // 512) if stay else 5))
-    return Call(stem, f"{stem}_bf16_m8", (blocks, 1), 256, args, out, [x, *others], shared)
+    return Call(stem, f"{stem}_bf16_m8", (3, 1), 256, args, out, [x, *others], 4096 * 3 * 6)
 
 
 def norm() -> Call:
@@ -101,8 +99,6 @@ CALLS = {
     "linear, two stages early": lambda: product("linear", 8 * 32 * 6),
     "linear, all stages early": lambda: product("linear", 8 * 32 * 13),
     "linear, rows that start anywhere": lambda: product("linear", 777),
-    "linear, blocks that stay": lambda: product("linear", 8 * 32 * 2, blocks=2),
-    "linear_act_mul, one block that stays": lambda: product("linear_act_mul", 8 * 32 * 13, blocks=1),
     "linear_add": lambda: product("linear_add", 8 * 32 * 13),
     "linear_act_mul": lambda: product("linear_act_mul", 8 * 32 * 6),
     "norm": norm,

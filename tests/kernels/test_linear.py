@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kernels_ptx.build import PACKAGE, read_manifest
-from rvllm.backend.cuda.products import RESIDENT_BLOCKS
 from tests.kernels.device import Device
 from tests.kernels.elements import Element
 from tests.kernels.layers import (
@@ -34,15 +32,11 @@ def entry_tokens(tokens: int) -> int:
     return next(most for most in (8, 16, 32, 64) if tokens <= most)
 
 
-def shared_bytes(layer: Layer, tier: str, tiles: int, most: int, split: int, tokens_stay: bool) -> int:
-    """D of linear.cu."""
+def shared_bytes(tier: str, tiles: int, most: int) -> int:
     if tier == "t70":
         return 64 * tiles * most
-    eights = most // 8
-    sums = 2 * tiles * eights if tiles * eights <= 2 else 0
-    stages = min(5, (24 - sums) // (2 * tiles + eights))
-    chunks = 2 * -(-layer.depth // (64 * 8 * split))
-    return 4096 * (stages * 2 * tiles + sums + eights * (chunks if tokens_stay else stages))
+    pieces = 2 * tiles + most // 8
+    return 4096 * pieces * min(6, 24 // pieces)
 
 
 def run(
@@ -54,40 +48,25 @@ def run(
     most: int | None = None,
     tiles: int = 1,
     split: int = 1,
-    blocks: int | None = None,
-    tokens_stay: bool = False,
     activation: str = "silu",
     in_place: bool = False,
 ) -> Output:
-    """What the kernel gives; `most`, `tiles`, `split` and `blocks` are T, R, S and B of linear.cu."""
+    """What the kernel gives; `most`, `tiles` and `split` are T, R and S of linear.cu."""
     most = most or entry_tokens(layer.tokens)
     width = layer.rows // 2 if kind == "_act_mul" else layer.rows
     slots = -(-width // 8) * 16 if kind == "_act_mul" else layer.rows
-    groups = -(-slots // (16 * tiles))
+    blocks = -(-slots // (16 * tiles))
     residual = with_poison(layer.residual)
     out = residual if in_place else blank(kind, layer.tokens + 3, width)
-    workspace = np.full(groups * split * tiles * most * 16 if split > 1 else 1, np.nan, dtype=np.float32)
-    counters = np.zeros(groups, dtype=np.uint32)
+    workspace = np.full(blocks * split * tiles * most * 16 if split > 1 else 1, np.nan, dtype=np.float32)
+    counters = np.zeros(blocks, dtype=np.uint32)
     operands = [with_poison(layer.x), with_poison(layer.weight), 0 if layer.bias is None else layer.bias]
     between = [residual] if kind == "_add" else []
     behind = [ACTIVATIONS.index(activation)] if kind == "_act_mul" else []
-    args = [
-        *operands,
-        *between,
-        out,
-        layer.tokens,
-        width,
-        layer.depth,
-        *behind,
-        tiles,
-        int(tokens_stay),
-        workspace,
-        counters,
-    ]
+    args = [*operands, *between, out, layer.tokens, width, layer.depth, *behind, workspace, counters]
     stem = f"linear{kind}"
     entry = f"{stem}_{layer.element.name}_m{most}"
-    shared = shared_bytes(layer, tier, tiles, most, split, tokens_stay)
-    device.run(stem, entry, (blocks or groups, split), BLOCK, args, shared, tier=tier)
+    device.run(stem, entry, (blocks, split), BLOCK, args, shared_bytes(tier, tiles, most), tier=tier)
     assert untouched(out[layer.tokens :])
     assert not counters.any()
     return out[: layer.tokens]
@@ -178,30 +157,6 @@ def test_two_tiles_a_block_are_the_same_as_one(
 ) -> None:
     layer = normal(element, RNG, tokens, rows=70, depth=72)
     assert np.array_equal(run(device, layer, tier, kind), run(device, layer, tier, kind, tiles=2))
-
-
-@pytest.mark.parametrize(
-    ("tokens", "tiles", "split"), [(3, 1, 1), (8, 2, 3), (13, 1, 2), (11, 2, 1), (27, 2, 2), (40, 1, 1)]
-)
-@pytest.mark.parametrize(("kind", "depth"), [("_f32", 840), ("_act_mul", 523), ("_add", 72), ("", 2600)])
-def test_no_bit_depends_on_how_many_blocks_there_are(
-    device: Device, element: Element, tier: str, kind: str, depth: int, tokens: int, tiles: int, split: int
-) -> None:
-    """Nor on whether tokens stay in shared memory. 11 tiles of which the last is short; some warps have no depth."""
-    layer = normal(element, RNG, tokens, rows=166, depth=depth)
-    apart = run(device, layer, tier, kind, tiles=tiles, split=split)
-    for blocks, tokens_stay in ((1, True), (1, False), (3, True), (4, False), (5, True)):
-        stay = tokens_stay and tokens <= 32
-        some = run(device, layer, tier, kind, tiles=tiles, split=split, blocks=blocks, tokens_stay=stay)
-        assert np.array_equal(some, apart)
-
-
-@pytest.mark.parametrize("stem", [f"linear{kind}" for kind in KINDS])
-def test_registers_leave_room_for_the_blocks_that_the_launcher_counts(stem: str) -> None:
-    entries = read_manifest(PACKAGE)[f"ptx/t90/{stem}.ptx"]["assembled"]["sm_90"]
-    for entry, taken in entries.items():
-        room = 65536 // (BLOCK * 8 * -(-taken["registers"] // 8))
-        assert room >= RESIDENT_BLOCKS.get(int(entry.rpartition("_m")[2]), 2), entry
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

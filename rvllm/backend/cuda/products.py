@@ -20,10 +20,7 @@ WIDE_SHARED_BYTES = {64: 99328, 128: 197632, 144: 209920, 192: 230400}  # of gem
 SLOT_ROWS, TOKEN_ROWS = (192, 1200), (144, 500)
 MOST_PARTS_OF_256 = 4  # of a cut tile of 256 tokens
 WIDE_MULTIPROCESSORS = 144  # no GPU of tier t90a has more
-MULTIPROCESSOR_BYTES = 228 << 10  # shared memory of a multiprocessor of tier t90a
-ALONE_SHARED_BYTES = 116 << 10  # more than half of it
-RESIDENT_BLOCKS = {8: 3, 16: 2}  # of `linear` by tokens, as registers allow; for more tokens no block stays
-BLOCK_BYTES = 1024 + 128  # that a block of `linear` takes of it beside what it asks for
+ALONE_SHARED_BYTES = 116 << 10  # more than half of what a multiprocessor of tier t90a has
 
 
 def products(op: Linear, after: object, target: Target) -> list[Launch]:
@@ -79,43 +76,17 @@ def _streaming(
     """linear.cu's launch: 16-row tiles of the weights, and parts of the depth where tiles are few."""
     most = next(size for size in (8, 16, 32, 64) if size >= tokens)
     split = _depth_parts(rows, depth)
-    shared, tall, stay = _ring_bytes(1, most, chunks=2 * covering(depth, 512 * split)), 1, True
-    blocks = _staying(covering(rows, 16), split, most, shared, target)
-    if not blocks:
-        # Two tiles a block read x half as often, as long as there are blocks for three quarters of the GPU; few tokens
-        # of a short depth are read fast enough (benchmarks/LOG.md).
-        wide = covering(rows, 32) * split * 4 >= 3 * target.multiprocessors
-        tall, stay = 2 if wide and (tokens > 8 or depth >= 2048) else 1, False
-        shared = _ring_bytes(tall, most) if target.tensor_cores else 64 * tall * most
-        groups = covering(rows, 16 * tall)
-        blocks = (_staying(groups, split, most, shared, target) if tall * most <= 16 else 0) or groups
-    if target.tier == "t90a" and blocks * split <= target.multiprocessors:
+    # Two tiles a block read x half as often, as long as there are blocks for three quarters of the GPU; few tokens of a
+    # short depth are read fast enough (benchmarks/LOG.md).
+    wide = covering(rows, 32) * split * 4 >= 3 * target.multiprocessors
+    tall = 2 if wide and (tokens > 8 or depth >= 2048) else 1
+    pieces = 2 * tall + most // 8
+    shared = 4096 * pieces * min(6, 24 // pieces) if target.tensor_cores else 64 * tall * most
+    grid = (covering(rows, 16 * tall), split)
+    if target.tier == "t90a" and grid[0] * split <= target.multiprocessors:
         # No two on one multiprocessor: while the grid before ends, the first that are free would get all of them.
         shared = max(shared, ALONE_SHARED_BYTES)
-    values = (*arguments, tall, int(stay), target.workspace, target.counters)
-    return Launch(stem, f"{entry}_m{most}", (blocks, split), 256, shared, values)
-
-
-def _ring_bytes(tall: int, most: int, chunks: int | None = None) -> int:
-    """Shared memory of linear.cu's builds for tensor cores; `chunks` are those of tokens that stay."""
-    eights = most // 8
-    sums = 2 * tall * eights if tall * eights <= 2 else 0
-    stages = min(5, (24 - sums) // (2 * tall + eights))
-    return 4096 * (stages * 2 * tall + sums + eights * (stages if chunks is None else chunks))
-
-
-def _staying(groups: int, split: int, most: int, shared: int, target: Target) -> int:
-    """How many blocks of linear.cu stay for three or more of the groups: the fewest that take the fewest at a time.
-
-    0 where there are not so many groups, or where less than two blocks fit on a multiprocessor.
-    """
-    if target.tier != "t90a":
-        return 0
-    each = min(MULTIPROCESSOR_BYTES // (shared + BLOCK_BYTES), RESIDENT_BLOCKS.get(most, 0))
-    at_once = target.multiprocessors * each // split
-    if each < 2 or groups <= 2 * at_once:
-        return 0
-    return covering(groups, covering(groups, at_once))
+    return Launch(stem, f"{entry}_m{most}", grid, 256, shared, (*arguments, target.workspace, target.counters))
 
 
 def _depth_parts(rows: int, depth: int) -> int:

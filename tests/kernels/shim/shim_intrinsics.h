@@ -16,11 +16,6 @@ DEVICE unsigned char* aligned_shared(unsigned char* memory, uint32 bytes) {
   return memory + (-reinterpret_cast<uintptr_t>(memory) & (bytes - 1));
 }
 
-template <typename T>
-T* held(T* pointer) {
-  return pointer;
-}
-
 DEVICE int thread_index() { return shim::seen.thread; }
 DEVICE int thread_count() { return shim::seen.threads; }
 DEVICE int block_x() { return shim::seen.block[0]; }
