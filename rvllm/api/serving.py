@@ -51,6 +51,7 @@ REQUESTS_EACH = 1 << 32
 
 WORKERS = 4
 """Threads of a front in which long bodies are read and encoded: more would wait for each other, and each has memory."""
+
 NO_TEMPLATE = "the model has no chat template: chats are refused. hint: give one with --chat-template"
 
 Result = TypeVar("Result")
