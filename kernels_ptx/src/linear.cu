@@ -5,7 +5,7 @@
 // launch: grid (B, S), B = ceil(rows / (16 R)), block 256. T is 8, 16, 32 or 64, as the entry's name says.
 //   R, the 16-row tiles of a block, is 1 or 2 and changes no bit. 2 halves how often x is read; 1 gives more blocks.
 //   S, the parts of the depth, does change bits, so it must follow from rows and depth alone:
-//   S = max(1, min(8, ceil(256 / ceil(rows / 16)), floor(depth / 2048))).
+//   S = max(1, min(8, ceil(96 / ceil(rows / 16)), floor(depth / 2048))).
 //   dynamic shared bytes: t80 4096 P min(6, floor(24 / P)) with P = 2 R + T / 8, at most 98304, opted in; t70 64 R T. More
 //   keeps blocks apart: a grid of no more blocks than there are multiprocessors then has one on each.
 //   workspace: 64 R T S B bytes; counters: B words, 0 before the first launch and again after every one. Neither is
