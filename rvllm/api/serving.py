@@ -50,7 +50,7 @@ REQUESTS_EACH = 1 << 32
 """By which the numbers of fronts' requests differ, from which their seeds are derived."""
 
 WORKERS = 4
-"""Threads of a front in which long bodies are read and encoded: more would wait for each other, and each has memory."""
+"""Threads of a front in which long bodies are read and encoded: more would wait for each other."""
 
 NO_TEMPLATE = "the model has no chat template: chats are refused. hint: give one with --chat-template"
 
@@ -147,6 +147,8 @@ Text = tuple[Tokenizer, int, dict[str, Any]]
 
 def open_text(config: EngineConfig, progress: Progress) -> Text:
     """May take long: it may fetch the default model. Raises StartError."""
+    # A front encodes one text at a time, for which the library would have a pool of a thread for each core.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     files = locate(config.model, offline=config.offline, progress=progress)
     # The engine opens the model too, and warns.
     source = open_source(files, load_format=config.load_format, warn=lambda said: None)

@@ -136,6 +136,15 @@ def test_a_long_prompt_lets_others_go_on_and_begin(looping: Server) -> None:
         assert running.recv(100).startswith(b"HTTP/1.1 200 ")
 
 
+def test_a_long_text_is_read_by_one_thread_more_whatever_the_cores(looping: Server) -> None:
+    """The tokenizers library would have a pool of as many as there are, for one text."""
+    tasks = Path(f"/proc/{looping.process.pid}/task")
+    looping.post("/tokenize", prompt="x")
+    before = len(list(tasks.iterdir()))
+    assert looping.post("/tokenize", prompt="ab " * 100_000).json["count"] >= 100_000
+    assert len(list(tasks.iterdir())) <= before + 1
+
+
 def test_streams_of_long_prompts_all_come_to_their_end(looping: Server) -> None:
     """B115. One after the other, most of them found in the cache, and three at once that are not."""
 
