@@ -119,6 +119,10 @@ DEVICE void store_release(uint32* address, uint32 value) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(address)), "r"(value) : "memory");
 }
 DEVICE void fence() { __threadfence(); }
+// Fetches what is there into this multiprocessor's cache, if it can.
+DEVICE void prefetch(const void* address) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(__cvta_generic_to_global(address)));
+}
 // Until other blocks have brought the word to `least` or more, as by an acquire.
 DEVICE void wait_until(const uint32* address, uint32 least) {
   while (load_acquire(address) < least) {

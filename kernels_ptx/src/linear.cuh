@@ -6,37 +6,13 @@
 // on the number of tokens, nor on the number of tiles.
 #pragma once
 
+#include "linear_sums.cuh"
 #include "meeting.cuh"
 #if TIER >= 80
 #include "linear_mma.cuh"
 #else
 #include "linear_fma.cuh"
 #endif
-
-// Four sums from each of `parts` layers, `stride` floats apart, added up in that order.
-DEVICE Pack<float, 4> sum_of(const float* from, int parts, int stride) {
-  Pack<float, 4> sum = load<4>(from);
-  NO_UNROLL
-  for (int part = 1; part < parts; ++part) {
-    const Pack<float, 4> next = load<4>(from + int64(part) * stride);
-    UNROLL
-    for (int i = 0; i < 4; ++i) sum.at[i] += next.at[i];
-  }
-  return sum;
-}
-
-// The four sums that block_sums leaves side by side at `index`.
-template <int EIGHTS, typename Out>
-DEVICE void finish_four(int index, const Pack<float, 4>& sums, int tiles, int tokens, const Out& out) {
-  const int lane = index % WARP, part = index / WARP;
-  const int slot = (block_x() * tiles + part / EIGHTS) * 16 + lane / 4;
-  const int token = part % EIGHTS * 8 + lane % 4 * 2;
-  UNROLL
-  for (int i = 0; i < 2; ++i) {
-    const float first[1] = {sums.at[i]}, second[1] = {sums.at[2 + i]};
-    if (token + i < tokens) out.template finish<8>(token + i, slot, first, second);
-  }
-}
 
 // Up to 8 EIGHTS tokens. A grid that is wide enough for blocks of one tile has those, else blocks have two.
 template <int EIGHTS, typename X, typename Out>
@@ -58,6 +34,6 @@ DEVICE void linear(const Operands<X>& in, const Meeting& meeting, const Out& out
   }
   NO_UNROLL
   for (int i = thread_index(); i < fours; i += thread_count()) {
-    finish_four<EIGHTS>(i, sum_of(sums + i * 4, layers, fours * 4), tiles, in.tokens, out);
+    finish_four<EIGHTS>(i, sum_of(sums + i * 4, layers, fours * 4), block_x() * tiles * 16, in.tokens, out);
   }
 }

@@ -14,6 +14,11 @@ DEVICE float with_bias(float sum, const X* bias, int row) {
   return bias == nullptr ? sum : sum + to_float(bias[row]);
 }
 
+template <typename X>
+DEVICE void touch_bias(const X* bias, int row) {
+  if (bias != nullptr) prefetch(bias + row);
+}
+
 // The value of one sum of a plain output; `at` is its index in the output.
 
 template <typename X>
@@ -22,6 +27,7 @@ struct Rounded {  // X(sum + bias)
   const X* bias;
 
   DEVICE X operator()(float sum, int row, int64) const { return rounded<X>(with_bias(sum, bias, row)); }
+  DEVICE void touch(int row, int64) const { touch_bias(bias, row); }
 };
 
 template <typename X>
@@ -34,6 +40,10 @@ struct Added {  // X(residual + X(sum + bias))
     const X projected = rounded<X>(with_bias(sum, bias, row));
     return rounded<X>(to_float(residual[at]) + to_float(projected));
   }
+  DEVICE void touch(int row, int64 at) const {
+    touch_bias(bias, row);
+    prefetch(residual + at);
+  }
 };
 
 template <typename X>
@@ -42,12 +52,14 @@ struct Unrounded {  // sum + bias
   const X* bias;
 
   DEVICE float operator()(float sum, int row, int64) const { return with_bias(sum, bias, row); }
+  DEVICE void touch(int row, int64) const { touch_bias(bias, row); }
 };
 
 // out (tokens, rows): a value a row.
 template <typename Value>
 struct Plain {
   using Element = typename Value::Element;
+  enum : int { BOX_ROWS = 16 };  // of 16 slots, how many rows are neighbours
   Value value;
   Element* out;
   int rows;
@@ -66,6 +78,12 @@ struct Plain {
   template <int P>
   DEVICE int first_row(int slot) const {
     return slot;
+  }
+
+  // What `finish` reads for that slot, into the nearest cache.
+  template <int P>
+  DEVICE void touch(int token, int slot) const {
+    if (slot < rows) value.touch(slot, int64(token) * rows + slot);
   }
 
   // N neighbouring sums of one token, and the N that are P slots on.
@@ -97,6 +115,7 @@ struct Plain {
 // out (tokens, width) = X(X(act(X(gate))) * X(up)); weight and bias have `width` gate rows, then as many up rows.
 template <typename X>
 struct Gated {
+  enum : int { BOX_ROWS = 8 };
   const X* bias;
   X* out;
   int width, activation;
@@ -115,6 +134,12 @@ struct Gated {
   template <int P>
   DEVICE int first_row(int slot) const {
     return slot / (2 * P) * P + (slot / P % 2 == 0 ? 0 : width);
+  }
+
+  template <int P>
+  DEVICE void touch(int, int slot) const {
+    const int at = row<P>(slot);
+    if (at != NOWHERE) touch_bias(bias, at);
   }
 
   template <int P, int N>

@@ -15,6 +15,7 @@ import pytest
 from rvllm.sampling.params import SamplingParams
 from rvllm.sampling.sampler import SamplingRow
 from tests.kernels import sample_batch, shim
+from tests.kernels.device import ShimMemory
 from tests.kernels.elements import ELEMENTS
 from tests.kernels.paged import Shape, decode_items, paged, ring_bytes, token_items, work_list
 
@@ -35,6 +36,7 @@ class Call:
     out: Array
     late: Sequence[Array]
     shared_bytes: int = 0
+    kept: Sequence[Array] = ()  # what arguments point to
 
     def run(self, late: Sequence[Array], schedule: str) -> Array:
         self.out[...] = 0
@@ -87,6 +89,21 @@ def product(stem: str, depth: int) -> Call:
     return Call(stem, f"{stem}_bf16_m8", (3, 1), 256, args, out, [x, *others], 4096 * 3 * 6)
 
 
+def product_by_rings(kind: str, depth: int, stages: int) -> Call:
+    tokens, rows = 3, 64
+    x, weight = BF16.normal(RNG, tokens, depth), BF16.normal(RNG, rows, depth)
+    width, box_rows = (rows // 2, 8) if kind == "_act_mul" else (rows, 16)
+    out = np.zeros((tokens, width), dtype=np.uint16)
+    others = [BF16.normal(RNG, tokens, rows)] if kind == "_add" else []
+    room = np.zeros(192, dtype=np.uint8)
+    told = room[-room.ctypes.data % 64 :][:128]
+    told[:] = ShimMemory().matrix_map(weight.ctypes.data, rows, depth, box_rows)
+    args = [x, told, 0, *others, out, tokens, width, depth, *([0] if kind == "_act_mul" else []), stages]
+    shared = 9216 + 16384 * stages + tokens * (128 * -(-depth // 64) + 16)
+    stem = f"linear{kind}_t90a"
+    return Call(stem, f"{stem}_bf16", (3,), 256, args, out, [x, *others], shared, [weight])
+
+
 def norm() -> Call:
     x, weight, out = BF16.normal(RNG, 2, 96), BF16.normal(RNG, 96), np.zeros((2, 96), dtype=np.uint16)
     return Call("norm", "norm_bf16", (2,), 32, [x, weight, 1e-6, out, 96], out, [x])
@@ -101,6 +118,9 @@ CALLS = {
     "linear, rows that start anywhere": lambda: product("linear", 777),
     "linear_add": lambda: product("linear_add", 8 * 32 * 13),
     "linear_act_mul": lambda: product("linear_act_mul", 8 * 32 * 6),
+    "linear_t90a, more than its rings hold": lambda: product_by_rings("", 8 * 64 * 3, 2),
+    "linear_t90a, rings that hold it all": lambda: product_by_rings("_act_mul", 8 * 64, 12),
+    "linear_add_t90a": lambda: product_by_rings("_add", 8 * 64 + 8, 4),
     "norm": norm,
 }
 

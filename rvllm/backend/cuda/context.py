@@ -170,7 +170,7 @@ class Context:
             [one, one],
             cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
             cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
         words = check(f"cuTensorMapEncodeTiled({rows} x {columns}, boxes of {box_rows} x 64)", map_of).opaque

@@ -20,6 +20,10 @@ WIDE_SHARED_BYTES = {64: 99328, 128: 197632, 144: 209920, 192: 230400}  # of gem
 SLOT_ROWS, TOKEN_ROWS = (192, 1200), (144, 500)
 MOST_PARTS_OF_256 = 4  # of a cut tile of 256 tokens
 WIDE_MULTIPROCESSORS = 144  # no GPU of tier t90a has more
+RING_TOKENS = 8  # linear_t90a takes up to these
+# Its rings' stages, the fewest and the most, and the bytes of one; what a block may ask for, so that one of decode
+# attention has room beside it; what it takes beside rings and tokens.
+RING_STAGES, STAGE_BYTES, RING_SHARED_BYTES, RING_SUMS_BYTES = (4, 7), 16 << 10, 160 << 10, 9 << 10
 ALONE_SHARED_BYTES = 116 << 10  # more than half of what a multiprocessor of tier t90a has
 
 
@@ -39,6 +43,7 @@ def _product(op: Linear, after: object, target: Target, begin: int, tokens: int,
     """The product of tokens [begin, begin + tokens)."""
     rows, depth = _rows(op), width_of(op.x)
     few = tokens <= LINEAR_TOKENS
+    stages = _ring_stages(op, after, tokens, target)
     bias = target.address(joined_name(op.biases)) if op.biases else 0
 
     def address(tensor: Tensor) -> int:
@@ -49,6 +54,8 @@ def _product(op: Linear, after: object, target: Target, begin: int, tokens: int,
         most = _tile_tokens(op, after, tokens, target)
         x = target.matrix_map(x, tokens, depth, most)
         weight = target.matrix_map(weight, rows, depth, _wide_slots(op, after, tokens, most, target) // 2)
+    elif stages:
+        weight = target.matrix_map(weight, rows, depth, 8 if isinstance(after, ActMul) else 16)
     inputs = [x, weight, bias]
     if isinstance(after, ActMul):
         name, out, tiles = "act_mul", after.out, 16 * covering(rows // 2, 8)
@@ -65,9 +72,31 @@ def _product(op: Linear, after: object, target: Target, begin: int, tokens: int,
     arguments = (*inputs, address(out), *values)
     if wide:
         return _wide(stem, op, after, tokens, tiles, arguments, target)
+    if stages:
+        # A block a multiprocessor, which stays for its share of the tiles. No two on one: while the grid before ends,
+        # the first that are free would get two, and others none.
+        grid = (min(covering(tiles, 16), target.multiprocessors),)
+        shared = max(stages * STAGE_BYTES + _ring_room(tokens, depth), ALONE_SHARED_BYTES)
+        return Launch(f"{stem}_t90a", f"{stem}_t90a_{suffix(op.x.dtype)}", grid, 256, shared, (*arguments, stages))
     if few:
         return _streaming(stem, entry, tokens, tiles, depth, arguments, target)
     return _tiled(stem, entry, tokens, rows, arguments, target)
+
+
+def _ring_stages(op: Linear, after: object, tokens: int, target: Target) -> int:
+    """Stages of the rings of linear_t90a.cu; 0: it takes no such product, or its tokens leave no room for enough."""
+    depth = width_of(op.x)
+    slots = 16 * covering(_rows(op) // 2, 8) if isinstance(after, ActMul) else _rows(op)
+    if target.tier != "t90a" or tokens > RING_TOKENS or depth % 8 or _depth_parts(slots, depth) > 1:
+        return 0
+    fewest, most = RING_STAGES
+    stages = min(most, (RING_SHARED_BYTES - _ring_room(tokens, depth)) // STAGE_BYTES)
+    return stages if stages >= fewest else 0
+
+
+def _ring_room(tokens: int, depth: int) -> int:
+    """Shared memory of a block of linear_t90a.cu beside its rings."""
+    return RING_SUMS_BYTES + tokens * (128 * covering(depth, 64) + 16)
 
 
 def _streaming(

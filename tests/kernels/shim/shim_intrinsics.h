@@ -72,6 +72,7 @@ DEVICE void store_release(uint32* address, uint32 value) {
   *address = value;
   shim::yield();
 }
+DEVICE void prefetch(const void*) {}
 DEVICE void fence() {}
 DEVICE void wait_until(const uint32* address, uint32 least) {
   if (*address < least) shim::wait_until(address, least);
