@@ -28,28 +28,31 @@ from rvllm.model.files import locate
 from rvllm.model.source import Source, open_source, record, weights_for
 from rvllm.program.dtype import BF16
 from rvllm.program.fuse import fuse
-from rvllm.program.program import Program, Step
+from rvllm.program.program import Int32, Program, Step
 
-BLOCK, REPLAYS = 32, 20
+BLOCK, REPLAYS, WARM_UP = 32, 20, 3
 
 
-def step_of(sequences: int, context: int) -> Step:
-    """A step in which so many sequences decode, each with `context` tokens once it is done."""
-    blocks = -(-(context + 1) // BLOCK)
-    tables = np.arange(sequences * blocks, dtype=np.int32).reshape(sequences, blocks)
-    every = np.arange(sequences, dtype=np.int32)
-    lengths = np.full(sequences, context, dtype=np.int32)
-    place = context - 1
+def step_of(sequences: int, context: int, new: int = 1, tables: Int32 | None = None) -> Step:
+    """A step in which each of so many sequences brings its last `new` tokens of `context`.
+
+    tables: (sequences, blocks), which lie in order where none are given.
+    """
+    if tables is None:
+        blocks = -(-(context + 1) // BLOCK)
+        tables = np.arange(sequences * blocks, dtype=np.int32).reshape(sequences, blocks)
+    starts = np.arange(0, (sequences + 1) * new, new, dtype=np.int32)
+    places = np.arange(context - new, context, dtype=np.int32)
     return Step(
-        ids=every + 1,
-        positions=lengths - 1,
-        lengths=lengths,
-        query_starts=np.arange(sequences + 1, dtype=np.int32),
-        kv_lengths=lengths,
-        slots=(tables[:, place // BLOCK] * BLOCK + place % BLOCK,),
+        ids=np.arange(1, sequences * new + 1, dtype=np.int32),
+        positions=np.tile(places, sequences),
+        lengths=np.full(sequences * new, context, dtype=np.int32),
+        query_starts=starts,
+        kv_lengths=np.full(sequences, context, dtype=np.int32),
+        slots=((tables[:, places // BLOCK] * BLOCK + places % BLOCK).reshape(-1),),
         block_tables=(tables,),
-        rows=every,
-        decode_tokens=sequences,
+        rows=starts[1:] - 1,
+        decode_tokens=sequences if new == 1 else 0,
     )
 
 
@@ -63,11 +66,12 @@ def load(source: Source, gpu: Gpu, sequences: int, context: int) -> CudaModel:
     )
 
 
-def microseconds(gpu: Gpu, launches: Sequence[Launch]) -> float:
+def microseconds(gpu: Gpu, launches: Sequence[Launch], replays: int = REPLAYS) -> float:
+    """The median of so many replays, after some that bring the clocks up."""
     graph = gpu.capture(launches)
-    assert graph is not None
-    gpu.replay(graph)
-    times = [1e6 * gpu.seconds(lambda: gpu.replay(graph)) for _ in range(REPLAYS)]
+    for _ in range(WARM_UP):
+        gpu.replay(graph)
+    times = [1e6 * gpu.seconds(lambda: gpu.replay(graph)) for _ in range(replays)]
     gpu.forget(graph)
     return statistics.median(times)
 
