@@ -45,8 +45,8 @@ def run(tier: str, *arguments: str, broken: str | None = None) -> None:
         (["linear_act_mul", "linear_f32", "--shape", "64x24", "--m", "8"], ["linear_act_mul 64x24 M=8"]),
         (["norm", "--shape", "72", "--m", "3"], ["norm 72 M=3"]),
         (["sample", "--shape", "300", "--m", "2"], ["sample 300 M=2"]),
-        (["attention_decode", "--shape", "4x2x64", "--m", "2x70,1x300"], ["attention_decode 4x2x64 2x70"]),
-        (["attention_prefill", "--shape", "4x2x64", "--m", "2x20,1x9x40"], ["attention_prefill 4x2x64 1x9x40"]),
+        (["attention_decode", "--shape", "4x2x64", "--m", "2x70,1x150"], ["attention_decode 4x2x64 2x70"]),
+        (["attention_prefill", "--shape", "2x1x64", "--m", "2x20,1x9x40"], ["attention_prefill 2x1x64 1x9x40"]),
     ],
     ids=lambda given: given[0].split()[0],
 )
