@@ -2,14 +2,14 @@
 //
 // weight (2 rows, depth), bias (2 rows) or null: gate rows, then up rows; out (tokens, rows) X; the rest as in gemm_t90a.cu.
 // workspace: what cut tiles leave, f32; counters: a u32 a cut tile, 0 before the first launch and after every one.
-// launch: grid whole + (tiles - whole) parts; T tokens a tile, as the entry's name says, and P slots: n64 128, n128 and
+// launch: grid whole + (tiles - whole) parts; T tokens a tile, as the entry's name says, and P slots: n32, n64 128, n128 and
 //   n256 192, t128 and t256 144. Block: 2 P, of t128 and t256 2 T. tiles = ceil(tokens / T) ceil(2 rows / P); those from
 //   `whole` on are cut into `parts`. activation as in activation.cuh.
-//   Dynamic shared bytes: n64 99328; n128, n256 230400; t128, t256 209920.
+//   Dynamic shared bytes: n32 103424; n64 99328; n128, n256 230400; t128, t256 209920.
 //   n128, n256, t128, t256: parts is at most 16, of t128 and t256 9, and ceil(depth / 64); workspace: 4 P T parts bytes a
 //   cut tile. Slots are the rows of n256's products, tokens those of t256's: the same bits.
-//   n64 has the bits of linear.cu; splits is its S, parts is 1, 2, 4 or 8 and changes no bit, and where splits is more than
-//   1 all tiles are cut; workspace: 262144 splits bytes a cut tile.
+//   n32 and n64 have the bits of linear.cu; splits is its S, parts is 1, 2, 4 or 8 and changes no bit, and where splits is
+//   more than 1 all tiles are cut; workspace: 4096 T splits bytes a cut tile.
 //   Blocks that share a tile wait for each other: they are the grid's last, and all of them run at once.
 //   x and weight are given as maps (Device.matrix_map): of x in boxes of T rows, of the weight in boxes of P / 2.
 // bound: 2 tokens rows depth FLOPs, or the bytes of the weight.
@@ -90,25 +90,42 @@ void gemm_act_mul_t90a_bf16_t256(const void* x, const void* weight, const bfloat
                                             workspace, counters);
 }
 
-template <typename X>
+template <int TOKENS, typename X>
 DEVICE void in_parts_gated(const void* x, const void* weight, const X* bias, X* out, int tokens, int rows, int depth,
                            int activation, int splits, int whole, int parts, float* workspace, uint32* counters) {
   const Gated<X> to = {bias, out, rows, activation};
-  linear_parts<X>(Matrices{x, weight, tokens, depth}, splits, Cut{whole, parts}, Meeting{workspace, counters}, to);
+  linear_parts<TOKENS, X>(Matrices{x, weight, tokens, depth}, splits, Cut{whole, parts}, Meeting{workspace, counters},
+                          to);
 }
 
 KERNEL(512)
 void gemm_act_mul_t90a_f16_n64(const void* x, const void* weight, const half_t* bias, half_t* out, int tokens, int rows,
                                int depth, int activation, int splits, int whole, int parts, float* workspace,
                                uint32* counters) {
-  in_parts_gated<half_t>(x, weight, bias, out, tokens, rows, depth, activation, splits, whole, parts, workspace,
-                         counters);
+  in_parts_gated<64, half_t>(x, weight, bias, out, tokens, rows, depth, activation, splits, whole, parts, workspace,
+                             counters);
 }
 
 KERNEL(512)
 void gemm_act_mul_t90a_bf16_n64(const void* x, const void* weight, const bfloat_t* bias, bfloat_t* out, int tokens,
                                 int rows, int depth, int activation, int splits, int whole, int parts, float* workspace,
                                 uint32* counters) {
-  in_parts_gated<bfloat_t>(x, weight, bias, out, tokens, rows, depth, activation, splits, whole, parts, workspace,
-                           counters);
+  in_parts_gated<64, bfloat_t>(x, weight, bias, out, tokens, rows, depth, activation, splits, whole, parts, workspace,
+                               counters);
+}
+
+KERNEL(512)
+void gemm_act_mul_t90a_f16_n32(const void* x, const void* weight, const half_t* bias, half_t* out, int tokens, int rows,
+                               int depth, int activation, int splits, int whole, int parts, float* workspace,
+                               uint32* counters) {
+  in_parts_gated<32, half_t>(x, weight, bias, out, tokens, rows, depth, activation, splits, whole, parts, workspace,
+                             counters);
+}
+
+KERNEL(512)
+void gemm_act_mul_t90a_bf16_n32(const void* x, const void* weight, const bfloat_t* bias, bfloat_t* out, int tokens,
+                                int rows, int depth, int activation, int splits, int whole, int parts, float* workspace,
+                                uint32* counters) {
+  in_parts_gated<32, bfloat_t>(x, weight, bias, out, tokens, rows, depth, activation, splits, whole, parts, workspace,
+                               counters);
 }

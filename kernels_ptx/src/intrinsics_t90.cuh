@@ -5,7 +5,7 @@
 #include "intrinsics.cuh"
 
 #ifdef __CUDACC__
-// ---- Matrix products of a warpgroup, four neighbouring warps, t90a: d += a b^T for 64 rows of a and 64, 128, 144 or 256 of b, each with
+// ---- Matrix products of a warpgroup, four neighbouring warps, t90a: d += a b^T for 64 rows of a and 32, 64, 128, 144 or 256 of b, each with
 // 16 elements of the depth in shared memory. Rows are 128 bytes, eight of them on a multiple of 1024; the 16-byte piece p
 // of row r lies at p ^ r % 8.
 // Where rows begin, `k` elements (a multiple of 16) into their 128 bytes.
@@ -21,6 +21,7 @@ DEVICE uint64 matrix_at(const void* rows, int k) {
 #define WGMMA_32(i)                                                                               \
   WGMMA_FOUR(8 * (i)), WGMMA_FOUR(8 * (i) + 1), WGMMA_FOUR(8 * (i) + 2), WGMMA_FOUR(8 * (i) + 3), \
       WGMMA_FOUR(8 * (i) + 4), WGMMA_FOUR(8 * (i) + 5), WGMMA_FOUR(8 * (i) + 6), WGMMA_FOUR(8 * (i) + 7)
+#define WGMMA_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define WGMMA_NAMES_32                                                     \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -34,6 +35,12 @@ DEVICE uint64 matrix_at(const void* rows, int k) {
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define WGMMA_NAMES_72 "%64, %65, %66, %67, %68, %69, %70, %71"
 #define WGMMA(type, name)                                                                                             \
+  DEVICE void wgmma_16(float (&d)[16], uint64 a, uint64 b, type) {                                                    \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32." name "." name " {" WGMMA_NAMES_16                      \
+                 "}, %16, %17, 1, 1, 1, 0, 0;"                                                                        \
+                 : WGMMA_FOUR(0), WGMMA_FOUR(1), WGMMA_FOUR(2), WGMMA_FOUR(3)                                         \
+                 : "l"(a), "l"(b));                                                                                   \
+  }                                                                                                                   \
   DEVICE void wgmma_16(float (&d)[32], uint64 a, uint64 b, type) {                                                    \
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name " {" WGMMA_NAMES_32                      \
                  "}, %32, %33, 1, 1, 1, 0, 0;"                                                                        \

@@ -1,4 +1,4 @@
-// `linear` for more tokens on warpgroups, with its bits: 64 tokens and 128 slots a tile.
+// `linear` for more tokens on warpgroups, with its bits: 32 or 64 tokens and 128 slots a tile.
 //
 // linear_mma.cuh takes the depth in parts, of which each warp has one, and 16 elements a product. Here a block goes through
 // the same parts and the same sixteens. Sums of such products are the same to the bit as those of mma_16816 (measured:
@@ -11,9 +11,9 @@
 #include "linear_in.cuh"
 #include "wgmma_tile.cuh"
 
-template <typename X>
+template <int T, typename X>
 struct PartTile {
-  enum : int { TOKENS = 64, WARPS = 8 };  // WARPS: linear's
+  enum : int { TOKENS = T, WARPS = 8 };  // WARPS: linear's
   using Own = SlotRows<128, TOKENS>;
   using Sums = float[TOKENS / 2];
 
@@ -53,11 +53,11 @@ struct PartTile {
 };
 
 // splits: S of linear.cu. Where it is more than 1, every tile is cut.
-template <typename X, typename Out>
+template <int T, typename X, typename Out>
 DEVICE void linear_parts(const Matrices& in, int splits, const Cut& cut, const Meeting& meeting, const Out& out) {
-  using Parts = PartTile<X>;
+  using Parts = PartTile<T, X>;
   enum : int { TOKENS = Parts::TOKENS, WARPS = Parts::WARPS, SLOTS = Parts::Own::SLOTS };
-  using Own = Steps<typename Parts::Own, 4>;
+  using Own = Steps<typename Parts::Own, T == 32 ? 5 : 4>;  // two blocks fit on a multiprocessor
   DYNAMIC_SHARED(dynamic);
   SHARED_ARRAY(uint64, words, 2 * Own::STAGES);
   unsigned char* memory = aligned_shared(dynamic, 1024);

@@ -1,6 +1,6 @@
 """gemm_t90a and its kinds, on warpgroup products: exact on integers, near float64 else, whole tiles and cut ones.
 
-Entries for 64 tokens a tile give the bits of linear.
+Entries for 32 and 64 tokens a tile give the bits of linear.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.kernels.layers import (
 
 STEM = "gemm_t90a"
 RNG = np.random.default_rng(12)
-SHARED_BYTES = {64: 99328, 128: 197632, 144: 209920, 192: 230400}  # of 64 tokens, or by slots
+SHARED_BYTES = {32: 103424, 64: 99328, 128: 197632, 144: 209920, 192: 230400}  # of 32 or 64 tokens, or by slots
 
 
 def run(
@@ -46,21 +46,21 @@ def run(
 ) -> Output:
     """What the kernel with tiles of `most` tokens gives, those from `whole` on cut into `parts`.
 
-    With 64 tokens, `splits` is S of linear.cu. rows: the products' rows are slots (n) or tokens (t).
+    With 32 or 64 tokens, `splits` is S of linear.cu. rows: the products' rows are slots (n) or tokens (t).
     """
     width = layer.rows // 2 if kind == "_act_mul" else layer.rows
-    slots = 128 if kind in ("", "_add") or most == 64 else 192 if rows == "n" else 144
+    slots = 128 if kind in ("", "_add") or most <= 64 else 192 if rows == "n" else 144
     tiles = -(-layer.tokens // most) * (-(-width // (slots // 2)) if kind == "_act_mul" else -(-layer.rows // slots))
     residual = with_poison(layer.residual)
     out = residual if in_place else blank(kind, layer.tokens + 3, width)
-    left = 8 * splits if most == 64 else parts  # a tile's sums in the workspace
+    left = 8 * splits if most <= 64 else parts  # a tile's sums in the workspace
     workspace = np.full((tiles - whole) * left * most * slots, np.nan, dtype=np.float32)
     counters = np.zeros(tiles, dtype=np.uint32)
     x = Boxes(with_poison(layer.x), layer.tokens, most)
     operands = [x, Boxes(with_poison(layer.weight), layer.rows, slots // 2), 0 if layer.bias is None else layer.bias]
     between = [residual] if kind == "_add" else []
     behind = [ACTIVATIONS.index(activation)] if kind == "_act_mul" else []
-    behind += [splits] if most == 64 else []
+    behind += [splits] if most <= 64 else []
     args = [*operands, *between, out, layer.tokens, width, layer.depth, *behind, whole, parts, workspace, counters]
     stem = f"gemm{kind}_t90a"
     entry = f"{stem}_{layer.element.name}_{rows}{most}"
@@ -70,7 +70,7 @@ def run(
         (whole + (tiles - whole) * parts,),
         2 * (slots if rows == "n" else most),
         args,
-        SHARED_BYTES[64 if most == 64 else slots],
+        SHARED_BYTES[most if most <= 64 else slots],
         tier="t90a",
     )
     assert untouched(out[layer.tokens :])
@@ -78,7 +78,9 @@ def run(
     return out[: layer.tokens]
 
 
-@pytest.mark.parametrize(("tokens", "most"), [(7, 64), (130, 64), (1, 128), (130, 128), (200, 256), (300, 256)])
+@pytest.mark.parametrize(
+    ("tokens", "most"), [(7, 32), (40, 32), (7, 64), (130, 64), (1, 128), (130, 128), (200, 256), (300, 256)]
+)
 def test_integers_give_the_exact_product(device: Device, element: Element, tokens: int, most: int) -> None:
     layer = integers(element, RNG, tokens, rows=136, depth=392)
     assert np.array_equal(run(device, layer, most=most), layer.expected(""))
@@ -152,13 +154,14 @@ def test_added_and_gated_are_what_follows_the_plain_product(device: Device, elem
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("most", [32, 64])
 @pytest.mark.parametrize(("depth", "splits", "parts"), [(840, 1, 1), (136, 1, 4), (1048, 2, 8), (1048, 2, 2)])
-def test_64_tokens_a_tile_have_the_bits_of_linear(
-    device: Device, element: Element, kind: str, depth: int, splits: int, parts: int
+def test_32_and_64_tokens_a_tile_have_the_bits_of_linear(
+    device: Device, element: Element, kind: str, most: int, depth: int, splits: int, parts: int
 ) -> None:
     """Also where some parts are empty, and in a second tile of tokens. On the host, sums of sixteen are rounded once."""
-    layer = normal(element, RNG, 70, rows=140, depth=depth)
-    found = run(device, layer, kind, most=64, splits=splits, parts=parts)
-    for first, count in ((0, 3), (62, 8)):
+    layer = normal(element, RNG, most + 6, rows=140, depth=depth)
+    found = run(device, layer, kind, most=most, splits=splits, parts=parts)
+    for first, count in ((0, 3), (most - 2, 8)):
         few = test_linear.run(device, layer.some(first, count), "t90", kind, split=splits)
         assert np.array_equal(found[first : first + count], few)

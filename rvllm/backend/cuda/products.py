@@ -14,8 +14,10 @@ from rvllm.program.program import joined_name
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 LINEAR_TOKENS = 64  # up to here weights are streamed past the tokens, beyond they meet in tiles
-WIDE_TOKENS = 32  # beyond, warpgroups multiply where there are any
-WIDE_SHARED_BYTES = {64: 99328, 128: 197632, 144: 209920, 192: 230400}  # of gemm_t90a with 64 tokens, or by slots
+# Beyond, warpgroups multiply where there are any: with a weight of so many bytes beyond the first.
+WIDE_TOKENS, WIDE_BYTES = (16, 32), 24 << 20
+# Of gemm_t90a with 32 or 64 tokens, or by slots.
+WIDE_SHARED_BYTES = {32: 103424, 64: 99328, 128: 197632, 144: 209920, 192: 230400}
 # Tiles of gemm_t90a for weights of many rows: slots, and for how much more depth a tile takes time (benchmarks/LOG.md).
 SLOT_ROWS, TOKEN_ROWS = (192, 1200), (144, 500)
 MOST_PARTS_OF_256 = 4  # of a cut tile of 256 tokens
@@ -30,7 +32,9 @@ ALONE_SHARED_BYTES = 116 << 10  # more than half of what a multiprocessor of tie
 def products(op: Linear, after: object, target: Target) -> list[Launch]:
     """A product with what follows it in the same kernel: nothing, ActMul, or Add (then the other addend is read)."""
     tokens, depth = rows_of(op.out, target.bucket), width_of(op.x)
-    wide = target.tier == "t90a" and depth % 8 == 0 and tokens > WIDE_TOKENS
+    few, many = WIDE_TOKENS
+    wide_from = few if 2 * _rows(op) * depth >= WIDE_BYTES else many
+    wide = target.tier == "t90a" and depth % 8 == 0 and tokens > wide_from
     at_once = tokens
     if target.batch_invariant and tokens > LINEAR_TOKENS:
         at_once = _wide_tokens(op, after, target) if wide else LINEAR_TOKENS
@@ -135,17 +139,17 @@ def _wide(
 ) -> Launch:
     """gemm_t90a.cu's launch: tiles that would leave most of the GPU idle in the last wave are cut along the depth.
 
-    Tiles of 64 tokens have the bits of linear, two of their blocks fit on a multiprocessor.
+    Tiles of 32 and 64 tokens have the bits of linear, two of their blocks fit on a multiprocessor.
     """
     depth = width_of(op.x)
     most = _tile_tokens(op, after, tokens, target)
     width = _wide_slots(op, after, tokens, most, target)
-    at_once = target.multiprocessors * (2 if most == 64 else 1)
+    at_once = target.multiprocessors * (2 if most <= 64 else 1)
     tiles = covering(tokens, most) * _wide_tiles(op, after, width)
-    splits = _depth_parts(slots, depth) if most == 64 else 1
+    splits = _depth_parts(slots, depth) if most <= 64 else 1
     whole = 0 if splits > 1 else tiles - tiles % at_once
     room = at_once // max(tiles - whole, 1)  # blocks for a tile
-    if most == 64:
+    if most <= 64:
         parts = next(count for count in (8, 4, 2, 1) if count <= max(room, min(splits, 2)))
         arguments = (*arguments, splits)
     else:
@@ -156,7 +160,7 @@ def _wide(
     rows_are = "t" if width == TOKEN_ROWS[0] else "n"
     entry = f"{stem}_t90a_{suffix(op.x.dtype)}_{rows_are}{most}"
     block = 2 * (most if rows_are == "t" else width)
-    shared = WIDE_SHARED_BYTES[64 if most == 64 else width]
+    shared = WIDE_SHARED_BYTES[most if most <= 64 else width]
     return Launch(f"{stem}_t90a", entry, grid, block, shared, (*arguments, *where))
 
 
@@ -170,7 +174,7 @@ def _tile_tokens(op: Linear, after: object, tokens: int, target: Target) -> int:
     Where larger ones would be cut into many parts, their sums take longer than what smaller ones read more.
     """
     if target.batch_invariant or tokens <= 64:
-        return 64
+        return 32 if tokens <= 32 else 64
     if tokens <= 128:
         return 128
     cut_in = target.multiprocessors // (covering(tokens, 256) * _wide_tiles(op, after, 128))
@@ -179,7 +183,7 @@ def _tile_tokens(op: Linear, after: object, tokens: int, target: Target) -> int:
 
 def _wide_slots(op: Linear, after: object, tokens: int, most: int, target: Target) -> int:
     """Slots of a tile of gemm_t90a.cu."""
-    if most == 64 or not (isinstance(after, ActMul) or op.out.dtype is F32):
+    if most <= 64 or not (isinstance(after, ActMul) or op.out.dtype is F32):
         return 128
 
     def cost(tile: tuple[int, int]) -> int:
