@@ -110,8 +110,18 @@ class TextStream:
         for token_id in ids:
             if self.stopped is not None:
                 break
-            self.consumed += 1
-            text += self._take(token_id)
+            text += self.take(token_id)
+        return text
+
+    def take(self, token_id: int) -> str:
+        """As `push` of this one, which is none behind the stop."""
+        self.consumed += 1
+        if token_id in self._stop_tokens:
+            return self._stop_at(token_id)
+        text = self._detokenizer.take(token_id)
+        if self._one_by_one:
+            text = self._matcher.push(text)
+            self.stopped = self._matcher.matched
         return text
 
     def finish(self) -> str:
@@ -122,11 +132,7 @@ class TextStream:
         self.stopped = self._matcher.matched
         return text + self._matcher.flush()
 
-    def _take(self, token_id: int) -> str:
-        if token_id not in self._stop_tokens:
-            text = self._matcher.push(self._detokenizer.push([token_id]))
-            self.stopped = self._matcher.matched
-            return text
+    def _stop_at(self, token_id: int) -> str:
         # Text that was held back may complete a stop string before this one.
         text = self.finish()
         if self.stopped is None:

@@ -138,7 +138,7 @@ def test_times_between_tokens_are_told_whole_whoever_shares_a_step() -> None:
     assert [found[f"{name}_bucket le={bound}"] for bound in ("0.2", "0.3", "1.0", "2.5")] == [0, 6, 6, 9]
     lines[0].came(TokenEvent("a", 7, None, (), None, None, 0), 3.625)
     made.ended(lines[0], "stop")  # from where on others that read the figures see it, too
-    assert made._drawn._drawn == made._drawn._times == 0 and told(made)[f"{name}_count"] == 10
+    assert made.drawn._drawn == made.drawn._times == 0 and told(made)[f"{name}_count"] == 10
 
 
 def test_a_dead_engine_leaves_its_last_figures() -> None:
