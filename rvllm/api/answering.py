@@ -21,13 +21,19 @@ class _AtOnce:
     def teller(self, choice: Choice) -> Teller | None:
         if not self.reply.goes_on(choice):
             return None
-        before, after = self.reply.frame(choice)
-        write = self.exchange.write
+        return _Texts(self.exchange, *self.reply.frame(choice)).tell
 
-        def tell(text: str, came_s: float) -> bool:
-            return not text or write(before + encode_json(text) + after, came_s)
 
-        return tell
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """Events in which all but the text stays: what is before it and after it."""
+
+    exchange: Exchange
+    before: bytes
+    after: bytes
+
+    def tell(self, text: str, came_s: float) -> bool:
+        return not text or self.exchange.write(self.before + encode_json(text) + self.after, came_s)
 
 
 async def answer(exchange: Exchange, reply: Reply, stream: bool) -> None:

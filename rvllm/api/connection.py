@@ -146,20 +146,18 @@ class Connection(HttpToolsProtocol):
 class _Turn:
     """A request's turn on its connection: what an application may do with that (http.Link)."""
 
-    __slots__ = ("_cycle", "_flow", "_transport", "abort", "unread")
+    __slots__ = ("_cycle", "_transport", "abort", "unread")
 
     def __init__(self, connection: Connection, cycle: RequestResponseCycle) -> None:
-        self._cycle, self._flow, self._transport = cycle, connection.flow, connection.transport
+        self._cycle, self._transport = cycle, connection.transport
         self.abort, self.unread = connection.transport.abort, connection.unread
 
     def write(self, data: bytes) -> bool:
         """As the cycle's own `send` writes a chunk."""
-        cycle = self._cycle
-        if not cycle.chunked_encoding or cycle.response_complete or cycle.disconnected:
+        transport = self._transport
+        if self._cycle.response_complete or transport.is_closing() or transport.get_write_buffer_size():
             return False
-        if self._flow.write_paused or self._transport.is_closing():
-            return False
-        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
 
 

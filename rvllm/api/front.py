@@ -293,23 +293,26 @@ def _take_at_once(at_once: AtOnce, going: Mapping[Stream, Choice]) -> None:
     """Have tokens that come from now on told of as they come, once that can be."""
     for stream, choice in going.items():
         if stream.taker is None and (tell := at_once.teller(choice)) is not None:
-            stream.taker = _taker(stream, choice, tell)
+            stream.taker = _Taker(stream, choice, choice.writer, choice.line, tell).take
 
 
-def _taker(stream: Stream, choice: Choice, tell: Teller) -> Callable[[TokenEvent, float], bool]:
-    """Writes a token and tells of it; leaves to who answers what ends the text, or cannot be told now."""
-    writer, came = choice.writer, choice.line.came
-    add = writer.add
+@dataclass(frozen=True, slots=True)
+class _Taker:
+    """Writes tokens and tells of them; leaves to who answers what ends the text, or cannot be told now."""
 
-    def take(event: TokenEvent, came_s: float) -> bool:
+    stream: Stream
+    choice: Choice
+    writer: Writer
+    line: Timeline
+    tell: Teller
+
+    def take(self, event: TokenEvent, came_s: float) -> bool:
         try:
-            text = add(event)
-            if writer.finish_reason is not None or not tell(text, came_s):  # by a stop string
-                choice.early.append(writer.delta(event, text))
+            text = self.writer.add(event)
+            if self.writer.finish_reason is not None or not self.tell(text, came_s):  # by a stop string
+                self.choice.early.append(self.writer.delta(event, text))
                 return False
-            came(event, came_s)
+            self.line.came(event, came_s)
         except Exception as error:  # a fault in this request, which is not to be the link's
-            stream.end(error)
+            self.stream.end(error)
         return True
-
-    return take

@@ -73,6 +73,8 @@ class Stream:
     is asked only while somebody waits, for no last token, and not where more tokens are there: he takes all at once.
     """
 
+    __slots__ = ("_came_s", "_error", "_events", "_waiter", "ended", "request_id", "taker", "times_s")
+
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.ended = False

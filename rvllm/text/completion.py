@@ -87,6 +87,11 @@ class Terms:
 class Writer:
     """Turns one request's tokens into text and remembers how it ended."""
 
+    __slots__ = (
+        "_includes_stop", "_logprobs", "_scored", "_scores_only", "_stop_ids", "_stop_reason", "_stream", "_text",
+        "_token_ids", "cached_tokens", "finish_reason", "prompt_logprobs",
+    )  # fmt: skip
+
     def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
         params = request.params
         self._stop_ids, self._includes_stop = params.stop_token_ids, params.include_stop_str_in_output

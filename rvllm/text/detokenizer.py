@@ -26,6 +26,8 @@ class Detokenizer:
     `prompt_ids` are context only: nothing of them comes out again, even where they end inside a character.
     """
 
+    __slots__ = ("_behind_plain", "_given", "_given_text", "_ids", "_plain", "_prompt_before", "_skip", "_tokenizer")
+
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
