@@ -154,8 +154,10 @@ class _Turn:
 
     def write(self, data: bytes) -> bool:
         """As the cycle's own `send` writes a chunk."""
-        transport = self._transport
-        if self._cycle.response_complete or transport.is_closing() or transport.get_write_buffer_size():
+        cycle, transport = self._cycle, self._transport
+        if not cycle.chunked_encoding or cycle.response_complete:
+            return False
+        if transport.is_closing() or transport.get_write_buffer_size():
             return False
         transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True

@@ -61,7 +61,7 @@ class Link(Protocol):
     """What a server can do with a request's connection beside ASGI: `scope["extensions"][LINK]`."""
 
     def write(self, data: bytes) -> bool:
-        """A chunk of the reply, at once; False where it is not the one that goes out, or its client does not read."""
+        """A chunk of the reply, at once; False where none goes out, or its client has not read all there is."""
 
     def unread(self) -> int:
         """Bytes that the other end has not taken."""
