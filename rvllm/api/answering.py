@@ -5,11 +5,10 @@ from __future__ import annotations
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from rvllm.api.front import Choice
-from rvllm.api.http import DONE, Exchange, event
+from rvllm.api.front import Choice, Teller
+from rvllm.api.http import DONE, Exchange, encode_json, event
 from rvllm.api.replies import Reply
 from rvllm.api.turns import TurnReply, typed_event
-from rvllm.text.completion import Delta
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +18,22 @@ class _AtOnce:
     exchange: Exchange
     reply: Reply
 
-    def ready(self, choice: Choice) -> bool:
-        return self.reply.goes_on(choice) and self.exchange.writable()
+    def teller(self, choice: Choice) -> Teller | None:
+        if not self.reply.goes_on(choice):
+            return None
+        return _Texts(self.exchange, *self.reply.frame(choice)).tell
 
-    def tell(self, choice: Choice, delta: Delta) -> None:
-        if data := self.reply.text_event(choice, delta.text):
-            self.exchange.write(data)
+
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """Events in which all but the text stays: what is before it and after it."""
+
+    exchange: Exchange
+    before: bytes
+    after: bytes
+
+    def tell(self, text: str, came_s: float) -> bool:
+        return not text or self.exchange.write(self.before + encode_json(text) + self.after, came_s)
 
 
 async def answer(exchange: Exchange, reply: Reply, stream: bool) -> None:

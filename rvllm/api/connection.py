@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from rvllm.api.errors import HttpError
 from rvllm.api.http import LINK
@@ -62,7 +62,6 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._expect()
-        self.scope["extensions"] = {LINK: _Turn(self, self.scope)}  # type: ignore[dict-item]
 
     def on_headers_complete(self) -> None:
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -71,6 +70,7 @@ class Connection(HttpToolsProtocol):
             raise self._wrong  # the parser's end, which calls for send_400_response
         self._head_bytes = None
         super().on_headers_complete()
+        self.scope["extensions"] = {LINK: _Turn(self, self.cycle)}  # type: ignore[dict-item]
 
     def on_message_complete(self) -> None:
         self._head_bytes = 0
@@ -146,26 +146,21 @@ class Connection(HttpToolsProtocol):
 class _Turn:
     """A request's turn on its connection: what an application may do with that (http.Link)."""
 
-    __slots__ = ("_connection", "_scope", "_transport", "abort", "unread")
+    __slots__ = ("_cycle", "_transport", "abort", "unread")
 
-    def __init__(self, connection: Connection, scope: object) -> None:
-        self._connection, self._scope, self._transport = connection, scope, connection.transport
+    def __init__(self, connection: Connection, cycle: RequestResponseCycle) -> None:
+        self._cycle, self._transport = cycle, connection.transport
         self.abort, self.unread = connection.transport.abort, connection.unread
 
-    def writable(self) -> bool:
-        connection = self._connection
-        cycle = connection.cycle
-        return (
-            cycle is not None
-            and cycle.scope is self._scope
-            and bool(cycle.chunked_encoding)
-            and not (cycle.response_complete or cycle.disconnected)
-            and not (connection.flow.write_paused or self._transport.is_closing())
-        )
-
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes) -> bool:
         """As the cycle's own `send` writes a chunk."""
-        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        cycle, transport = self._cycle, self._transport
+        if not cycle.chunked_encoding or cycle.response_complete:
+            return False
+        if transport.is_closing() or transport.get_write_buffer_size():
+            return False
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
 
 def limited(bounds: Bounds) -> type[asyncio.Protocol]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -75,13 +75,14 @@ class Choice:
 
 
 class AtOnce(Protocol):
-    """Tells a client of a token while whoever answers him sleeps."""
+    """Tells a client of tokens while whoever answers him sleeps."""
 
-    def ready(self, choice: Choice) -> bool:
-        """Whether it can, now and without waiting."""
+    def teller(self, choice: Choice) -> Teller | None:
+        """Who tells of what comes next, once that is nothing but text until the last; None: not yet."""
 
-    def tell(self, choice: Choice, delta: Delta) -> None:
-        """Tell of a delta that is neither the first nor the last one. Only where it is ready."""
+
+Teller = Callable[[str, float], bool]
+"""Tells of a text, perhaps an empty one, and when it came; False: it could not, now and without waiting."""
 
 
 @dataclass(slots=True)
@@ -236,15 +237,14 @@ class Generation:
         for choice in others:
             choice.line.submit()  # before the engine has them, whose waiting counts from there
         going = dict(zip(self.client.submit([drawing(choice.request) for choice in others]), others))
-        if at_once is not None and len(self.choices) == 1:  # others' tokens of one step go out in one write
-            for stream, choice in going.items():
-                stream.taker = partial(self._at_once, at_once, stream, choice)
         reason = "abort"
         try:
             while going:
                 await news(going)
                 if batch := self._take(going):
                     yield batch
+                    if at_once is not None and len(self.choices) == 1:  # others' tokens of a step go in one write
+                        _take_at_once(at_once, going)
         except RvllmError:
             reason = "error"
             raise
@@ -274,21 +274,6 @@ class Generation:
                 if ripe:
                     yield ripe
 
-    def _at_once(self, at_once: AtOnce, stream: Stream, choice: Choice, event: TokenEvent, came_s: float) -> bool:
-        """Write a token and tell of it, unless it is the first or the last, or cannot be told now."""
-        try:
-            if not choice.writer.token_count or event.error is not None or not at_once.ready(choice):
-                return False
-            delta = choice.writer.write(event)
-            if choice.writer.finish_reason is not None:  # by a stop string
-                choice.early.append(delta)
-                return False
-            choice.line.came(event, came_s)
-            at_once.tell(choice, delta)
-        except Exception as error:  # a fault in this request, which is not to be the link's
-            stream.end(error)
-        return True
-
     def _take(self, going: dict[Stream, Choice]) -> list[tuple[Choice, Delta]]:
         """Write what there is, and take those that end, also by a stop string, out of `going` and the engine."""
         batch = []
@@ -302,3 +287,32 @@ class Generation:
                     del going[stream]
                     break
         return batch
+
+
+def _take_at_once(at_once: AtOnce, going: Mapping[Stream, Choice]) -> None:
+    """Have tokens that come from now on told of as they come, once that can be."""
+    for stream, choice in going.items():
+        if stream.taker is None and (tell := at_once.teller(choice)) is not None:
+            stream.taker = _Taker(stream, choice, choice.writer, choice.line, tell).take
+
+
+@dataclass(frozen=True, slots=True)
+class _Taker:
+    """Writes tokens and tells of them; leaves to who answers what ends the text, or cannot be told now."""
+
+    stream: Stream
+    choice: Choice
+    writer: Writer
+    line: Timeline
+    tell: Teller
+
+    def take(self, event: TokenEvent, came_s: float) -> bool:
+        try:
+            text = self.writer.add(event)
+            if self.writer.finish_reason is not None or not self.tell(text, came_s):  # by a stop string
+                self.choice.early.append(self.writer.delta(event, text))
+                return False
+            self.line.came(event, came_s)
+        except Exception as error:  # a fault in this request, which is not to be the link's
+            self.stream.end(error)
+        return True

@@ -26,8 +26,7 @@ CHECK_S = 5.0
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 LINK = "rvllm.connection"
 """An extension of ASGI's scope. abort: ends the connection at once, with what is written to it and not yet read;
-unread: how many bytes that are; writable: whether more of a reply's body can be written without waiting; write: does
-that.
+unread: how many bytes that are; write: writes more of a reply's body, where that needs no waiting.
 """
 
 DONE = b"data: [DONE]\n\n"
@@ -61,11 +60,8 @@ class Rules:
 class Link(Protocol):
     """What a server can do with a request's connection beside ASGI: `scope["extensions"][LINK]`."""
 
-    def writable(self) -> bool:
-        """Whether the reply to the request is the one that goes out, in chunks, and its client reads on."""
-
-    def write(self, data: bytes) -> None:
-        """A chunk of the reply, at once. Only where it is `writable`."""
+    def write(self, data: bytes) -> bool:
+        """A chunk of the reply, at once; False where none goes out, or its client has not read all there is."""
 
     def unread(self) -> int:
         """Bytes that the other end has not taken."""
@@ -171,15 +167,12 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": data, "more_body": True})
         self.waits_s = None
 
-    def writable(self) -> bool:
-        """Whether `write` can be used now: a stream has begun, and all is written that was sent to it."""
-        return self.begun and self.waits_s is None and self.link is not None and self.link.writable()
-
-    def write(self, data: bytes) -> None:
-        """Events as in `events`, at once. Only where it is `writable`."""
-        self.spoke_s = time.monotonic()
-        assert self.link is not None
-        self.link.write(data)
+    def write(self, data: bytes, now_s: float) -> bool:
+        """Events as in `events`, at once; False where that cannot be without waiting. now_s: on the monotonic clock."""
+        if self.waits_s is not None or self.link is None or not self.link.write(data):
+            return False
+        self.spoke_s = now_s
+        return True
 
     async def end(self, data: bytes = b"") -> None:
         """The last events of a stream."""

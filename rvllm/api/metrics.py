@@ -99,7 +99,7 @@ class Metrics:
             "vllm:inter_token_latency_seconds", "Between two tokens of a request.", tuple(self._labels),
             buckets=TOKEN_S, registry=self._registry,
         ).labels(**self._labels)  # fmt: skip
-        self._drawn = TokenTally(generated, next_s)
+        self.drawn = TokenTally(generated, next_s, self.fail)
         self._mean_s = self._histogram("request_time_per_output_token_seconds", "Mean of a request.", TOKEN_S)
         self._all_s = self._histogram("e2e_request_latency_seconds", "From a request to its last token.", REQUEST_S)
         self._queue_s = self._histogram("request_queue_time_seconds", "From a request to its first step.", REQUEST_S)
@@ -184,17 +184,9 @@ class Metrics:
         self._first_s.observe(line.first_s - line.asked_s)
 
     @harmless
-    def drew(self, gap_s: float | None) -> None:
-        """A token came, so long after the one before it; None: it was the first, or came with that one."""
-        if gap_s is None:
-            self._drawn.token()
-        else:
-            self._drawn.next_token(gap_s)
-
-    @harmless
     def ended(self, line: Timeline, reason: str) -> None:
         """A completion is through, or was given up."""
-        self._drawn.tell()
+        self.drawn.tell()
         self._ended[reason].inc()
         if not line.tokens:
             return
@@ -226,7 +218,7 @@ class Metrics:
         return data, headers
 
     def _own(self) -> Iterable[Metric]:
-        self._drawn.tell()
+        self.drawn.tell()
         self.pauses.tell()
         if not self._shared:
             return self._registry.collect()
@@ -264,17 +256,20 @@ class Timeline:
 
     def came(self, event: TokenEvent, came_s: float) -> None:
         """One token; those of one step come at the same time."""
-        gap_s = None
-        if not self.tokens:
-            self.first_s = self.last_s = came_s
-            self.waited_s = event.waited_s or 0.0
-            self.metrics.begun(self, event)
-            self.began()
-        elif came_s > self.last_s:
-            gap_s = came_s - self.last_s
+        if came_s > self.last_s and self.tokens:
+            self.metrics.drawn.next_token(came_s - self.last_s)
             self.last_s = came_s
-        self.metrics.drew(gap_s)
+        else:
+            self.metrics.drawn.token()
+            if not self.tokens:
+                self._begin(event, came_s)
         self.tokens += 1
+
+    def _begin(self, event: TokenEvent, came_s: float) -> None:
+        self.first_s = self.last_s = came_s
+        self.waited_s = event.waited_s or 0.0
+        self.metrics.begun(self, event)
+        self.began()
 
     def times(self) -> dict[str, float | None]:
         """vLLM's figures of one request, in milliseconds: what it waited, from its first step to its first token, from

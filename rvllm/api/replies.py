@@ -89,13 +89,16 @@ class Reply(ABC):
         """The event of a piece that is nothing but the next text; none where there is none."""
         if not text:
             return b""
-        before, after = self.frames.get(choice.index) or self._frame(choice)
+        before, after = self.frame(choice)
         return before + encode_json(text) + after
 
-    def _frame(self, choice: Choice) -> tuple[bytes, bytes]:
-        before, _, after = event(self._chunk([self.text_piece(choice, MARK)], None)).rpartition(encode_json(MARK))
-        self.frames[choice.index] = before, after
-        return before, after
+    def frame(self, choice: Choice) -> tuple[bytes, bytes]:
+        """What stands around the text in such an event."""
+        if (found := self.frames.get(choice.index)) is None:
+            whole = event(self._chunk([self.text_piece(choice, MARK)], None))
+            before, _, after = whole.rpartition(encode_json(MARK))
+            found = self.frames[choice.index] = before, after
+        return found
 
     def chunks(self, batch: Sequence[tuple[Choice, Delta]]) -> Iterator[Json]:
         """Chunks for what has come."""

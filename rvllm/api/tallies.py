@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import time
 from bisect import bisect_left
+from collections.abc import Callable
 
 import prometheus_client
 from prometheus_client import Counter
@@ -34,10 +35,11 @@ class TokenTally:
     """Tokens, and the time from one to the next, which is the same for all that a step makes.
 
     They are kept back until another step's come, or until `tell`: prometheus-client takes microseconds for each.
+    fail: is told of a fault in that, which harms nobody but the figures.
     """
 
-    def __init__(self, tokens: Counter, gaps_s: ManyAtOnce) -> None:
-        self._tokens, self._gaps_s = tokens, gaps_s
+    def __init__(self, tokens: Counter, gaps_s: ManyAtOnce, fail: Callable[[Exception], None]) -> None:
+        self._tokens, self._gaps_s, self._fail = tokens, gaps_s, fail
         self._drawn = self._times = 0
         self._gap_s = 0.0
 
@@ -57,10 +59,13 @@ class TokenTally:
         """Hand on what was kept back."""
         drawn, times = self._drawn, self._times
         self._drawn = self._times = 0  # first: a fault in counting must not count them again
-        if times:
-            self._gaps_s.observe_many(self._gap_s, times)
-        if drawn:
-            self._tokens.inc(drawn)
+        try:
+            if times:
+                self._gaps_s.observe_many(self._gap_s, times)
+            if drawn:
+                self._tokens.inc(drawn)
+        except Exception as error:
+            self._fail(error)
 
 
 class PauseTally:

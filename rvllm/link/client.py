@@ -73,6 +73,8 @@ class Stream:
     is asked only while somebody waits, for no last token, and not where more tokens are there: he takes all at once.
     """
 
+    __slots__ = ("_came_s", "_error", "_events", "_waiter", "ended", "request_id", "taker", "times_s")
+
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.ended = False
@@ -117,9 +119,8 @@ class Stream:
         raise StopAsyncIteration
 
     def put(self, event: TokenEvent, came_s: float, *, more: bool = False) -> None:
-        waiter, last = self._waiter, event.finish_reason is not None
-        waited_for = waiter is not None and not waiter.done()
-        if waited_for and not last and not more and self.taker is not None and self.taker(event, came_s):
+        taker, waiter, last = self.taker, self._waiter, event.finish_reason is not None
+        if taker is not None and not (last or more or waiter is None or waiter.done()) and taker(event, came_s):
             return
         self._events.append(event)
         self._came_s.append(came_s)

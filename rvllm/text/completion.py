@@ -87,9 +87,16 @@ class Terms:
 class Writer:
     """Turns one request's tokens into text and remembers how it ended."""
 
+    __slots__ = (
+        "_includes_stop", "_logprobs", "_scored", "_scores_only", "_stop_ids", "_stop_reason", "_stream", "_text",
+        "_token_ids", "cached_tokens", "finish_reason", "prompt_logprobs",
+    )  # fmt: skip
+
     def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
         params = request.params
-        self._request = request
+        self._stop_ids, self._includes_stop = params.stop_token_ids, params.include_stop_str_in_output
+        self._scored = params.logprobs is not None
+        self._scores_only = params.max_tokens == 0
         self._stream = TextStream(
             tokenizer,
             request.prompt_ids,
@@ -100,36 +107,45 @@ class Writer:
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[Logprobs] = []
-        nothing = params.max_tokens == 0 and params.prompt_logprobs is None
+        nothing = self._scores_only and params.prompt_logprobs is None
         self.finish_reason: str | None = "length" if nothing else None
         self._stop_reason: str | int | None = None
         self.cached_tokens: int | None = None
         self.prompt_logprobs: tuple[Logprobs | None, ...] | None = None
 
     def write(self, event: TokenEvent) -> Delta:
-        """Take one token; the text that became certain with it. Raises EngineError where the request cannot go on."""
-        params = self._request.params
+        """Take one token; what it adds. Raises EngineError where the request cannot go on."""
+        return self.delta(event, self.add(event))
+
+    def add(self, event: TokenEvent) -> str:
+        """As `write`; the text alone that became certain."""
         if event.error is not None:
             raise EngineError(event.error)
         if event.cached_tokens is not None:
             self._keep_prompt(event)
-        if params.max_tokens == 0:
+        if self._scores_only:
             self.finish_reason = "length"
-            return Delta("", (), (), "length", None)
+            return ""
+        stream, token_id = self._stream, event.token_id
         # The id that ends a completion is no part of its text.
-        hidden = event.stop_id is not None and not params.include_stop_str_in_output
-        text = "" if hidden else self._stream.push([event.token_id])
-        if self._stream.stopped is not None:
-            self.finish_reason, self._stop_reason = "stop", self._stream.stopped
+        text = stream.take(token_id) if event.stop_id is None or self._includes_stop else ""
+        if stream.stopped is not None:
+            self.finish_reason, self._stop_reason = "stop", stream.stopped
         elif event.finish_reason is not None:
-            text += self._stream.finish()
+            text += stream.finish()
             self.finish_reason = event.finish_reason
-            self._stop_reason = event.stop_id if event.stop_id in params.stop_token_ids else None
-        logprobs = () if event.logprob is None else (dict(event.top_logprobs) | {event.token_id: event.logprob},)
+            self._stop_reason = event.stop_id if event.stop_id in self._stop_ids else None
+        if event.logprob is not None:
+            self._logprobs.append(dict(event.top_logprobs) | {token_id: event.logprob})
         self._text.append(text)
-        self._token_ids.append(event.token_id)
-        self._logprobs.extend(logprobs)
-        return Delta(text, (event.token_id,), logprobs, self.finish_reason, self._stop_reason)
+        self._token_ids.append(token_id)
+        return text
+
+    def delta(self, event: TokenEvent, text: str) -> Delta:
+        """What the token added that was taken last, of which this is the text."""
+        ids = () if self._scores_only else (event.token_id,)
+        logprobs = () if event.logprob is None or self._scores_only else (self._logprobs[-1],)
+        return Delta(text, ids, logprobs, self.finish_reason, self._stop_reason)
 
     @property
     def token_count(self) -> int:
@@ -143,14 +159,13 @@ class Writer:
             self.prompt_logprobs = (None, *scores)
 
     def output(self, index: int) -> CompletionOutput:
-        asked = self._request.params.logprobs is not None
         chosen = [entry[token] for entry, token in zip(self._logprobs, self._token_ids)]
         return CompletionOutput(
             index,
             "".join(self._text),
             tuple(self._token_ids),
-            sum(chosen) if asked else None,
-            tuple(self._logprobs) if asked else None,
+            sum(chosen) if self._scored else None,
+            tuple(self._logprobs) if self._scored else None,
             self.finish_reason,
             self._stop_reason,
         )

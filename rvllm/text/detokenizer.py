@@ -26,6 +26,8 @@ class Detokenizer:
     `prompt_ids` are context only: nothing of them comes out again, even where they end inside a character.
     """
 
+    __slots__ = ("_behind_plain", "_given", "_given_text", "_ids", "_plain", "_prompt_before", "_skip", "_tokenizer")
+
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
@@ -36,11 +38,15 @@ class Detokenizer:
         self._behind_plain = self._ends_plain()
         self._prompt_before = None if self._behind_plain else self._before_incomplete()
 
+    def take(self, token_id: int) -> str:
+        """As `push` of this one."""
+        if self._behind_plain and (new := self._plain[token_id]) is not None:
+            self._ids, self._given, self._given_text = [token_id], 1, None
+            return new
+        return self.push((token_id,))
+
     def push(self, ids: Sequence[int]) -> str:
         """Take the next ids; the text that became final with them, "" while a character is incomplete."""
-        if self._behind_plain and len(ids) == 1 and (new := self._plain[ids[0]]) is not None:
-            self._ids, self._given, self._given_text = [ids[0]], 1, None
-            return new
         self._ids += filter(self._shows, ids)
         if len(self._ids) == self._given:
             return ""

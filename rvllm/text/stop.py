@@ -39,6 +39,8 @@ class StopMatcher:
     how the text was cut. Held back is only an end that could begin a stop string. `include`: the match comes out too.
     """
 
+    __slots__ = ("_firsts", "_held", "_include", "_longest", "_stops", "matched")
+
     def __init__(self, stops: tuple[str, ...], *, include: bool) -> None:
         self._stops = stops
         self._include = include
@@ -84,6 +86,8 @@ class TextStream:
     A stop string that is a special token's text ends it at that token, although decoding hides the token.
     """
 
+    __slots__ = ("_detokenizer", "_include", "_matcher", "_one_by_one", "_stop_tokens", "consumed", "stopped")
+
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -110,8 +114,18 @@ class TextStream:
         for token_id in ids:
             if self.stopped is not None:
                 break
-            self.consumed += 1
-            text += self._take(token_id)
+            text += self.take(token_id)
+        return text
+
+    def take(self, token_id: int) -> str:
+        """As `push` of this one, which is none behind the stop."""
+        self.consumed += 1
+        if not self._one_by_one:
+            return self._detokenizer.take(token_id)
+        if token_id in self._stop_tokens:
+            return self._stop_at(token_id)
+        text = self._matcher.push(self._detokenizer.take(token_id))
+        self.stopped = self._matcher.matched
         return text
 
     def finish(self) -> str:
@@ -122,11 +136,7 @@ class TextStream:
         self.stopped = self._matcher.matched
         return text + self._matcher.flush()
 
-    def _take(self, token_id: int) -> str:
-        if token_id not in self._stop_tokens:
-            text = self._matcher.push(self._detokenizer.push([token_id]))
-            self.stopped = self._matcher.matched
-            return text
+    def _stop_at(self, token_id: int) -> str:
         # Text that was held back may complete a stop string before this one.
         text = self.finish()
         if self.stopped is None:

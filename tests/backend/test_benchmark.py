@@ -6,13 +6,13 @@ import gc
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 from click.testing import CliRunner, Result
+from msgspec.structs import replace
 
 from rvllm.__main__ import Interrupts, run
 from rvllm.cli import measure

@@ -93,7 +93,7 @@ def some(hint: Any) -> Any:
     """A value of a type that is nothing's default."""
     if hint in SOME:
         return SOME[hint]
-    if is_dataclass(hint) or hasattr(hint, "_fields"):
+    if is_dataclass(hint) or hasattr(hint, "_fields") or hasattr(hint, "__struct_fields__"):
         return filled(hint)
     origin, parts = get_origin(hint), get_args(hint)
     if type(None) in parts:
@@ -107,9 +107,11 @@ def some(hint: Any) -> Any:
 
 
 def defaults(kind: type[Any]) -> dict[str, Any]:
-    """A dataclass's or named tuple's fields with their defaults."""
+    """A dataclass's, struct's or named tuple's fields with their defaults."""
     if is_dataclass(kind):
         return {field.name: field.default for field in fields(kind)}
+    if issubclass(kind, msgspec.Struct):
+        return {field.name: field.default for field in msgspec.structs.fields(kind)}
     return {name: kind._field_defaults.get(name, MISSING) for name in kind._fields}
 
 

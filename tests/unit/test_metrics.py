@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rvllm.api import engine_figures
 from rvllm.api.metrics import Metrics, Timeline, length_bounds
+from rvllm.api.tallies import ManyAtOnce
 from rvllm.engine.request import TokenEvent
 from rvllm.engine.scheduler import Limits
 from rvllm.engine.tally import Histogram, Load
@@ -124,6 +125,22 @@ def test_a_fault_of_the_figures_is_told_once_and_harms_no_request(
     assert line.tokens == 3 and said == ["figures at /metrics are not to be trusted any more: unexpected OSError"]
 
 
+def test_a_fault_in_counting_tokens_does_not_reach_who_forwards_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    made = Metrics("m", 100, said.append)
+
+    def full(self: object, amount: float, times: int) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(ManyAtOnce, "observe_many", full)
+    line = Timeline(made, 0.0, 5)
+    for came_s in (1.0, 2.0, 4.0, 7.0):  # with another time between two, those before are handed on
+        line.came(TokenEvent("a", 7, None, (), None, None, 0), came_s)
+    made.ended(line, "stop")
+    assert line.tokens == 4 and len(said) == 1
+    assert told(made)["vllm:request_generation_tokens_count"] == 1  # what else there is to count is counted
+
+
 def test_times_between_tokens_are_told_whole_whoever_shares_a_step() -> None:
     made = Metrics("m", 100)
     lines = [Timeline(made, 0.0, 5) for _ in range(3)]
@@ -138,7 +155,7 @@ def test_times_between_tokens_are_told_whole_whoever_shares_a_step() -> None:
     assert [found[f"{name}_bucket le={bound}"] for bound in ("0.2", "0.3", "1.0", "2.5")] == [0, 6, 6, 9]
     lines[0].came(TokenEvent("a", 7, None, (), None, None, 0), 3.625)
     made.ended(lines[0], "stop")  # from where on others that read the figures see it, too
-    assert made._drawn._drawn == made._drawn._times == 0 and told(made)[f"{name}_count"] == 10
+    assert made.drawn._drawn == made.drawn._times == 0 and told(made)[f"{name}_count"] == 10
 
 
 def test_a_dead_engine_leaves_its_last_figures() -> None:

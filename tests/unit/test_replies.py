@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rvllm.api.admission import Admission
 from rvllm.api.details import Details
-from rvllm.api.front import Choice, Generation, Prompt
+from rvllm.api.front import Choice, Generation, Prompt, Teller
 from rvllm.api.http import event
 from rvllm.api.metrics import Metrics, Timeline
 from rvllm.api.replies import MARK, ChatReply, CompletionReply, Reply
@@ -96,13 +96,15 @@ class Told:
         self.texts: list[str] = []
         self.full = self.broken = False
 
-    def ready(self, choice: Choice) -> bool:
-        return not self.full
+    def teller(self, choice: Choice) -> Teller:
+        return self.tell
 
-    def tell(self, choice: Choice, delta: Delta) -> None:
+    def tell(self, text: str, came_s: float) -> bool:
         if self.broken:
             raise ZeroDivisionError
-        self.texts.append(delta.text)
+        if not self.full:
+            self.texts.append(text)
+        return not self.full
 
 
 class Loose(AsyncEngineClient):

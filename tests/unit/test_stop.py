@@ -27,7 +27,7 @@ def stream(
 def run(*script: Token, stop: tuple[str, ...] = (), include: bool = False) -> tuple[list[str], str | None, int]:
     """The texts token by token and at the end, the stop string, and the ids consumed."""
     text, ids = stream(*script, stop=stop, include=include)
-    pieces = [text.push([token_id]) for token_id in ids if text.stopped is None]
+    pieces = [text.take(token_id) for token_id in ids if text.stopped is None]
     return [*pieces, text.finish()], text.stopped, text.consumed
 
 
