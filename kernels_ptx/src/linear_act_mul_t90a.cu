@@ -2,7 +2,7 @@
 //
 // weight (2 width, depth) X, as its map in boxes of 8 rows, and bias (2 width) X or null: gate rows, then up rows; out
 //   (tokens, width) X; activation as in activation.cuh. The other arguments, launch and assumptions as in linear_t90a.cu,
-//   with rows = 16 ceil(width / 8) there.
+//   with rows = 16 ceil(width / 8) and H = 16 there.
 // bound: 4 width depth bytes.
 // tiers: t90a
 #include "linear_ring.cuh"
@@ -11,7 +11,7 @@ template <typename X>
 DEVICE void gated_by_ring(const X* x, const void* weight, const X* bias, X* out, int tokens, int width, int depth,
                           int activation, int stages) {
   const Gated<X> to = {bias, out, width, activation};
-  linear_ring(RingOperands<X>{x, weight, tokens, depth, stages}, to);
+  linear_ring(RingOperands<X>{x, weight, tokens, depth, 16, stages}, to);
 }
 
 KERNEL(256)

@@ -7,19 +7,19 @@
 
 template <typename X>
 DEVICE void added_by_ring(const X* x, const void* weight, const X* bias, const X* residual, X* out, int tokens,
-                          int rows, int depth, int stages) {
+                          int rows, int depth, int tall, int stages) {
   const Plain<Added<X>> to = {{bias, residual}, out, rows};
-  linear_ring(RingOperands<X>{x, weight, tokens, depth, stages}, to);
+  linear_ring(RingOperands<X>{x, weight, tokens, depth, tall, stages}, to);
 }
 
 KERNEL(256)
 void linear_add_t90a_f16(const half_t* x, const void* weight, const half_t* bias, const half_t* residual, half_t* out,
-                         int tokens, int rows, int depth, int stages) {
-  added_by_ring(x, weight, bias, residual, out, tokens, rows, depth, stages);
+                         int tokens, int rows, int depth, int tall, int stages) {
+  added_by_ring(x, weight, bias, residual, out, tokens, rows, depth, tall, stages);
 }
 
 KERNEL(256)
 void linear_add_t90a_bf16(const bfloat_t* x, const void* weight, const bfloat_t* bias, const bfloat_t* residual,
-                          bfloat_t* out, int tokens, int rows, int depth, int stages) {
-  added_by_ring(x, weight, bias, residual, out, tokens, rows, depth, stages);
+                          bfloat_t* out, int tokens, int rows, int depth, int tall, int stages) {
+  added_by_ring(x, weight, bias, residual, out, tokens, rows, depth, tall, stages);
 }

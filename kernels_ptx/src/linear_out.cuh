@@ -59,7 +59,6 @@ struct Unrounded {  // sum + bias
 template <typename Value>
 struct Plain {
   using Element = typename Value::Element;
-  enum : int { BOX_ROWS = 16 };  // of 16 slots, how many rows are neighbours
   Value value;
   Element* out;
   int rows;
@@ -78,12 +77,6 @@ struct Plain {
   template <int P>
   DEVICE int first_row(int slot) const {
     return slot;
-  }
-
-  // What `finish` reads for that slot, into the nearest cache.
-  template <int P>
-  DEVICE void touch(int token, int slot) const {
-    if (slot < rows) value.touch(slot, int64(token) * rows + slot);
   }
 
   // N neighbouring sums of one token, and the N that are P slots on.
@@ -110,12 +103,31 @@ struct Plain {
       }
     }
   }
+
+  // In tiles of up to 16 slots, `tall`: a box of neighbouring rows, and of one token the sums of slots g and g + 8.
+  enum : int { BOXES = 1 };
+  DEVICE int tiles(int tall) const { return (rows + tall - 1) / tall; }
+  DEVICE int box_row(int tile, int tall, int) const { return tile * tall; }
+
+  DEVICE void finish_pair(int token, int tile, int tall, int g, float first, float second) const {
+    const float sums[2][1] = {{first}, {second}};
+    if (g < tall) put(token, tile * tall + g, sums[0]);
+    if (g + 8 < tall) put(token, tile * tall + g + 8, sums[1]);
+  }
+
+  // What that reads, into the nearest cache.
+  DEVICE void touch_pair(int token, int tile, int tall, int g) const {
+    UNROLL
+    for (int slot = g; slot < 16; slot += 8) {
+      const int row = tile * tall + slot;
+      if (slot < tall && row < rows) value.touch(row, int64(token) * rows + row);
+    }
+  }
 };
 
 // out (tokens, width) = X(X(act(X(gate))) * X(up)); weight and bias have `width` gate rows, then as many up rows.
 template <typename X>
 struct Gated {
-  enum : int { BOX_ROWS = 8 };
   const X* bias;
   X* out;
   int width, activation;
@@ -134,12 +146,6 @@ struct Gated {
   template <int P>
   DEVICE int first_row(int slot) const {
     return slot / (2 * P) * P + (slot / P % 2 == 0 ? 0 : width);
-  }
-
-  template <int P>
-  DEVICE void touch(int, int slot) const {
-    const int at = row<P>(slot);
-    if (at != NOWHERE) touch_bias(bias, at);
   }
 
   template <int P, int N>
@@ -165,6 +171,22 @@ struct Gated {
         if (column + i < width) to[i] = values.at[i];
       }
     }
+  }
+
+  // In tiles of 16 slots: a box of eight gate rows and one of their up rows.
+  enum : int { BOXES = 2 };
+  DEVICE int tiles(int) const { return (width + 7) / 8; }
+  DEVICE int box_row(int tile, int, int box) const { return tile * 8 + box * width; }
+
+  DEVICE void finish_pair(int token, int tile, int, int g, float first, float second) const {
+    const float gate[1] = {first}, up[1] = {second};
+    finish<8>(token, tile * 16 + g, gate, up);
+  }
+
+  DEVICE void touch_pair(int, int tile, int, int g) const {
+    if (tile * 8 + g >= width) return;
+    touch_bias(bias, tile * 8 + g);
+    touch_bias(bias, width + tile * 8 + g);
   }
 
   DEVICE int clamped(int column) const { return smaller_int(column, width - 1); }

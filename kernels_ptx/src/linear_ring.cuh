@@ -1,25 +1,28 @@
 // Few tokens times a large weight on Hopper, with linear's bits: what the entries of linear_t90a and its kinds share.
 //
 // As in linear_mma.cuh each of 8 warps has its part of the depth, 16 slots of the weight are a product's rows and up to 8
-// tokens its columns. Here the copy engine brings a warp's boxes, 16 slots by 64 elements, into a ring of its own, which
-// goes on from tile to tile. Tokens stay in shared memory for all tiles of a block.
+// tokens its columns. Here the copy engine brings a warp's boxes, a tile's slots by 64 elements, into a ring of its own,
+// which goes on from tile to tile. Tokens stay in shared memory for all tiles of a block. A tile may have fewer than 16
+// slots, so that all multiprocessors have as many: what the product's other rows are changes no sum of these.
 #pragma once
 
 #include "intrinsics_t90.cuh"
 #include "linear_in.cuh"
 #include "linear_sums.cuh"
 
-enum : int { PARTS = 8, TILE_SLOTS = 16, BOX_BYTES = TILE_SLOTS * LINE * 2, MOST_STAGES = 12 };
+// A stage has room for 16 slots, of which the second eight begin on 1024 bytes.
+enum : int { PARTS = 8, ROW_BYTES = LINE * 2, STAGE_BYTES = 16 * ROW_BYTES, MOST_STAGES = 12 };
 
 // Sums of a tile: a layer of linear_sums.cuh for each part. A block has two sets.
 enum : int { LAYER_SUMS = WARP * 4, SET_SUMS = PARTS * LAYER_SUMS };
 
-// x (tokens, depth); the weight's description, in boxes of Out::BOX_ROWS rows; the stages of a ring.
+// x (tokens, depth); the weight's description, in boxes of a tile's neighbouring rows; how many slots a tile has; the stages
+// of a ring.
 template <typename X>
 struct RingOperands {
   const X* x;
   const void* weight;
-  int tokens, depth, stages;
+  int tokens, depth, tall, stages;
 };
 
 // Shared memory, from its first multiple of 1024 bytes on: rings, sums, tokens.
@@ -32,7 +35,7 @@ struct RingRoom {
 
   DEVICE RingRoom(unsigned char* memory, const RingOperands<X>& in)
       : rings(aligned_shared(memory, 1024)),
-        sums(reinterpret_cast<float*>(rings + PARTS * in.stages * BOX_BYTES)),
+        sums(reinterpret_cast<float*>(rings + PARTS * in.stages * STAGE_BYTES)),
         tokens(reinterpret_cast<X*>(sums + 2 * SET_SUMS)),
         pitch((in.depth + LINE - 1) / LINE * LINE + WIDE) {}
 };
@@ -55,9 +58,9 @@ struct Ring {
         out(target),
         room(memory),
         range(part_of(in.depth, warp_index(), PARTS)),
-        boxes(room.rings + warp_index() * in.stages * BOX_BYTES),
+        boxes(room.rings + warp_index() * in.stages * STAGE_BYTES),
         arrivals(words + warp_index() * in.stages),
-        tiles((out.template slots<8>() + TILE_SLOTS - 1) / TILE_SLOTS),
+        tiles(out.tiles(in.tall)),
         tile(range.begin == range.end ? tiles : block_x()),
         column(range.begin) {
     if (lane_index() == 0) {
@@ -72,11 +75,11 @@ struct Ring {
   DEVICE void fetch(int to) {
     if (tile >= tiles) return;
     if (lane_index() == 0) {
-      arrive_expecting(arrivals + to, BOX_BYTES);
+      arrive_expecting(arrivals + to, in.tall * ROW_BYTES);
       UNROLL
-      for (int first = 0; first < TILE_SLOTS; first += Out::BOX_ROWS) {
-        copy_box(boxes + to * BOX_BYTES + first * LINE * 2, in.weight, column,
-                 out.template first_row<8>(tile * TILE_SLOTS + first), arrivals + to);
+      for (int box = 0; box < Out::BOXES; ++box) {
+        copy_box(boxes + to * STAGE_BYTES + box * 8 * ROW_BYTES, in.weight, column, out.box_row(tile, in.tall, box),
+                 arrivals + to);
       }
     }
     column += LINE;
@@ -111,7 +114,7 @@ struct Ring {
   DEVICE Pack<float, 4> accumulate() {
     const int row = lane_index() % 16, token = smaller_int(lane_index() % 8, in.tokens - 1);
     // Where matrix loads begin. A box's pieces change places by their row.
-    const int box_at = row * LINE * 2 + (lane_index() / 16 ^ row % 8) * 16;
+    const int box_at = row * ROW_BYTES + (lane_index() / 16 ^ row % 8) * 16;
     const X* x = room.tokens + token * room.pitch + range.begin + lane_index() / 8 * WIDE;
     float sums[4] = {};
     NO_UNROLL
@@ -122,7 +125,7 @@ struct Ring {
       wait_arrivals(arrivals + stage, round);
       UNROLL
       for (int sixteen = 0; sixteen < 4; ++sixteen) {
-        load_matrices(a[sixteen], boxes + stage * BOX_BYTES + (box_at ^ sixteen * 32));
+        load_matrices(a[sixteen], boxes + stage * STAGE_BYTES + (box_at ^ sixteen * 32));
       }
       sync_warp();  // all lanes have read the box
       fetch(stage);
@@ -139,6 +142,19 @@ struct Ring {
       }
     }
     return {{sums[0], sums[1], sums[2], sums[3]}};
+  }
+
+  // Fetches into the nearest cache what `finish` reads for this lane.
+  DEVICE void touch(int tile) const {
+    const int token = lane_index() % 4 * 2;
+    if (token < in.tokens) out.touch_pair(token, tile, in.tall, lane_index() / 4);
+    if (token + 1 < in.tokens) out.touch_pair(token + 1, tile, in.tall, lane_index() / 4);
+  }
+
+  DEVICE void finish(int tile, const Pack<float, 4>& sums) const {
+    const int token = lane_index() % 4 * 2, g = lane_index() / 4;
+    if (token < in.tokens) out.finish_pair(token, tile, in.tall, g, sums.at[0], sums.at[2]);
+    if (token + 1 < in.tokens) out.finish_pair(token + 1, tile, in.tall, g, sums.at[1], sums.at[3]);
   }
 };
 
@@ -158,11 +174,11 @@ DEVICE void linear_ring(const RingOperands<X>& in, const Out& out) {
   NO_UNROLL
   for (int tile = block_x(); tile < ring.tiles; tile += grid_x(), ++count) {
     const bool is_own = warp_index() == count % PARTS;  // to end this tile is each warp's in turns
-    if (is_own) touch_four(tile * TILE_SLOTS, in.tokens, out);
+    if (is_own) ring.touch(tile);
     float* set = room.sums + count % 2 * SET_SUMS + lane_index() * 4;
     store(set + warp_index() * LAYER_SUMS, ring.accumulate());
     // Behind it all sums of this set are there, and those of the other are read.
     sync_block();
-    if (is_own) finish_four<1>(lane_index(), sum_of<PARTS>(set, LAYER_SUMS), tile * TILE_SLOTS, in.tokens, out);
+    if (is_own) ring.finish(tile, sum_of<PARTS>(set, LAYER_SUMS));
   }
 }

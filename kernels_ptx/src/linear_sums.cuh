@@ -32,18 +32,6 @@ DEVICE Pack<float, 4> sum_of(const float* from, int stride) {
   return parts[0];
 }
 
-// Fetches into the nearest cache what finish_four<1> reads for this lane.
-template <typename Out>
-DEVICE void touch_four(int first, int tokens, const Out& out) {
-  const int token = lane_index() % 4 * 2, slot = first + lane_index() / 4;
-  UNROLL
-  for (int i = 0; i < 2; ++i) {
-    if (token + i >= tokens) break;
-    out.template touch<8>(token + i, slot);
-    out.template touch<8>(token + i, slot + 8);
-  }
-}
-
 // The four sums that a layer of tiles from slot `first` on has side by side at `index`.
 template <int EIGHTS, typename Out>
 DEVICE void finish_four(int index, const Pack<float, 4>& sums, int first, int tokens, const Out& out) {

@@ -98,7 +98,7 @@ def product_by_rings(kind: str, depth: int, stages: int) -> Call:
     room = np.zeros(192, dtype=np.uint8)
     told = room[-room.ctypes.data % 64 :][:128]
     told[:] = ShimMemory().matrix_map(weight.ctypes.data, rows, depth, box_rows)
-    args = [x, told, 0, *others, out, tokens, width, depth, *([0] if kind == "_act_mul" else []), stages]
+    args = [x, told, 0, *others, out, tokens, width, depth, 0 if kind == "_act_mul" else 16, stages]
     shared = 9216 + 16384 * stages + tokens * (128 * -(-depth // 64) + 16)
     stem = f"linear{kind}_t90a"
     return Call(stem, f"{stem}_bf16", (3,), 256, args, out, [x, *others], shared, [weight])

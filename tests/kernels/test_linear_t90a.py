@@ -33,6 +33,7 @@ def run(
     *,
     blocks: int = 2,
     stages: int = 3,
+    tall: int = 16,
     activation: str = "silu",
     in_place: bool = False,
 ) -> Output:
@@ -40,14 +41,14 @@ def run(
     slots = -(-width // 8) * 16 if kind == "_act_mul" else layer.rows
     residual = with_poison(layer.residual)
     out = residual if in_place else blank(kind, layer.tokens + 3, width)
-    weight = Boxes(with_poison(layer.weight), layer.rows, 8 if kind == "_act_mul" else 16)
+    weight = Boxes(with_poison(layer.weight), layer.rows, 8 if kind == "_act_mul" else tall)
     operands = [with_poison(layer.x), weight, 0 if layer.bias is None else layer.bias]
     between = [residual] if kind == "_add" else []
-    behind = [ACTIVATIONS.index(activation)] if kind == "_act_mul" else []
+    behind = [ACTIVATIONS.index(activation)] if kind == "_act_mul" else [tall]
     args = [*operands, *between, out, layer.tokens, width, layer.depth, *behind, stages]
     stem = f"linear{kind}_t90a"
     shared = 9216 + 16384 * stages + layer.tokens * (128 * -(-layer.depth // 64) + 16)
-    grid = (min(blocks, -(-slots // 16)),)
+    grid = (min(blocks, -(-slots // tall)),)
     device.run(stem, f"{stem}_{layer.element.name}", grid, 256, args, shared, tier="t90a")
     assert untouched(out[layer.tokens :])
     return out[: layer.tokens]
@@ -93,8 +94,10 @@ def test_gate_and_up_are_paired(
 def test_the_bits_are_those_of_linear(
     device: Device, element: Element, kind: str, tokens: int, rows: int, depth: int
 ) -> None:
-    """In any number of blocks, and through rings of any length, also where one is longer than all that comes through."""
+    """In any number of blocks, in tiles of any height, and through rings of any length, also of more than comes through."""
     layer = normal(element, RNG, tokens, rows, depth)
     expected = test_linear.run(device, layer, "t90", kind)
-    for blocks, stages in ((1, 2), (2, 5), (3, 12), (99, 4)):
-        assert np.array_equal(run(device, layer, kind, blocks=blocks, stages=stages), expected), (blocks, stages)
+    for blocks, stages, tall in ((1, 2, 16), (2, 5, 16), (3, 12, 16), (99, 4, 16), (2, 3, 14), (99, 3, 9), (5, 2, 7)):
+        tall = 16 if kind == "_act_mul" else tall
+        found = run(device, layer, kind, blocks=blocks, stages=stages, tall=tall)
+        assert np.array_equal(found, expected), (blocks, stages, tall)

@@ -58,6 +58,14 @@ def test_the_kernel_follows_from_tokens_and_weight(tokens: int, depth: int, rows
     assert launch(tokens, depth, rows).entry == entry
 
 
+@pytest.mark.parametrize(
+    ("rows", "tall", "blocks"), [(1536, 12, 128), (2048, 16, 128), (3584, 14, 132), (4608, 12, 132)]
+)
+def test_tiles_are_as_high_as_lets_all_multiprocessors_have_as_many(rows: int, tall: int, blocks: int) -> None:
+    found = launch(1, 3584, rows)
+    assert (found.values[-2], found.grid) == (tall, (blocks,))
+
+
 @pytest.mark.parametrize("tier", ["t80", "t90"])
 def test_other_tiers_have_no_rings(tier: str) -> None:
     assert launch(1, 1536, 2048, tier=tier).entry == "linear_bf16_m8"

@@ -48,6 +48,7 @@ def _product(op: Linear, after: object, target: Target, begin: int, tokens: int,
     rows, depth = _rows(op), width_of(op.x)
     few = tokens <= LINEAR_TOKENS
     stages = _ring_stages(op, after, tokens, target)
+    tall = 16 if isinstance(after, ActMul) else _ring_rows(rows, target)
     bias = target.address(joined_name(op.biases)) if op.biases else 0
 
     def address(tensor: Tensor) -> int:
@@ -59,7 +60,7 @@ def _product(op: Linear, after: object, target: Target, begin: int, tokens: int,
         x = target.matrix_map(x, tokens, depth, most)
         weight = target.matrix_map(weight, rows, depth, _wide_slots(op, after, tokens, most, target) // 2)
     elif stages:
-        weight = target.matrix_map(weight, rows, depth, 8 if isinstance(after, ActMul) else 16)
+        weight = target.matrix_map(weight, rows, depth, 8 if isinstance(after, ActMul) else tall)
     inputs = [x, weight, bias]
     if isinstance(after, ActMul):
         name, out, tiles = "act_mul", after.out, 16 * covering(rows // 2, 8)
@@ -79,9 +80,10 @@ def _product(op: Linear, after: object, target: Target, begin: int, tokens: int,
     if stages:
         # A block a multiprocessor, which stays for its share of the tiles. No two on one: while the grid before ends,
         # the first that are free would get two, and others none.
-        grid = (min(covering(tiles, 16), target.multiprocessors),)
+        grid = (min(covering(tiles, tall), target.multiprocessors),)
         shared = max(stages * STAGE_BYTES + _ring_room(tokens, depth), ALONE_SHARED_BYTES)
-        return Launch(f"{stem}_t90a", f"{stem}_t90a_{suffix(op.x.dtype)}", grid, 256, shared, (*arguments, stages))
+        arguments = (*arguments, stages) if isinstance(after, ActMul) else (*arguments, tall, stages)
+        return Launch(f"{stem}_t90a", f"{stem}_t90a_{suffix(op.x.dtype)}", grid, 256, shared, arguments)
     if few:
         return _streaming(stem, entry, tokens, tiles, depth, arguments, target)
     return _tiled(stem, entry, tokens, rows, arguments, target)
@@ -96,6 +98,12 @@ def _ring_stages(op: Linear, after: object, tokens: int, target: Target) -> int:
     fewest, most = RING_STAGES
     stages = min(most, (RING_SHARED_BYTES - _ring_room(tokens, depth)) // STAGE_BYTES)
     return stages if stages >= fewest else 0
+
+
+def _ring_rows(rows: int, target: Target) -> int:
+    """Rows of a tile of linear_t90a.cu: up to 16, as few as let no multiprocessor have more tiles than of 16."""
+    rounds = covering(covering(rows, 16), target.multiprocessors)
+    return min(16, covering(rows, rounds * target.multiprocessors))
 
 
 def _ring_room(tokens: int, depth: int) -> int:
