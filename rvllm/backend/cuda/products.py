@@ -48,7 +48,7 @@ def _product(op: Linear, after: object, target: Target, begin: int, tokens: int,
     rows, depth = _rows(op), width_of(op.x)
     few = tokens <= LINEAR_TOKENS
     stages = _ring_stages(op, after, tokens, target)
-    tall = 16 if isinstance(after, ActMul) else _ring_rows(rows, target)
+    tall = 16 if isinstance(after, ActMul) or tokens > 1 else _ring_rows(rows, target)
     bias = target.address(joined_name(op.biases)) if op.biases else 0
 
     def address(tensor: Tensor) -> int:
