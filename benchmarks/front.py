@@ -1,11 +1,13 @@
 """What fronts of the server forward: streams over loopback, before an engine whose model takes no time.
 
-    python benchmarks/front.py [--fronts 1] [--streams 256] [--tokens 400] [--steps-per-s 0]
+    python benchmarks/front.py [--fronts 1] [--streams 256] [--tokens 400] [--steps-per-s 0] [--scripted]
 
 The engine draws a letter for every stream, as fast as it can, or so many steps a second; a client for each front
-reads and counts. Fronts parse, tokenize, detokenize, look for a stop string that never comes, and count for /metrics.
-Told are tokens/s, CPU time of fronts and engine a token, and with a pace how much later than the earliest a token came,
-which counts the engine's own step. Every stream must end with [DONE] and have all its letters. The last line is JSON.
+reads and counts. Scripted, it plans nothing and only says the letters: what several fronts forward shows then, of
+which its thread would soon be the limit. Fronts parse, tokenize, detokenize, look for a stop string that never comes,
+and count for /metrics. Told are tokens/s, CPU time of fronts and engine a token, and with a pace how much later than
+the earliest a token came, which counts the engine's own step. Every stream must end with [DONE] and have all its
+letters. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from rvllm.engine.engine import Engine
+from rvllm.engine.request import Request, TokenEvent
 from rvllm.engine.scheduler import Limits
 from rvllm.link.messages import Facts, Start
 from rvllm.program.program import Step
@@ -36,23 +39,64 @@ from tests.fixtures.engines import CountingModel
 from tests.fixtures.models import loop_model
 
 LOADER = "benchmarks.front:load"
-PACE = "RVLLM_BENCH_STEPS_PER_S"
+PACE, SCRIPTED = "RVLLM_BENCH_STEPS_PER_S", "RVLLM_BENCH_SCRIPTED"
 LENGTH = 4096
 
 
-class Letters(CountingModel):
-    """Draws a letter for every row, no sooner than its pace allows."""
+class Pace:
+    """Lets steps begin no sooner than so many a second."""
 
     def __init__(self, steps_per_s: float) -> None:
-        super().__init__()
         self._period_s = 1 / steps_per_s if steps_per_s else 0.0
         self._next_s = time.monotonic()
 
-    def start(self, step: Step, rows: Any, **how: Any) -> list[Sampled]:
+    def wait(self) -> None:
         if self._period_s:
             self._next_s = max(self._next_s + self._period_s, time.monotonic())
             time.sleep(max(self._next_s - time.monotonic(), 0.0))
+
+
+class Letters(CountingModel):
+    """Draws a letter for every row, at a pace."""
+
+    def __init__(self, pace: Pace) -> None:
+        super().__init__()
+        self._pace = pace
+
+    def start(self, step: Step, rows: Any, **how: Any) -> list[Sampled]:
+        self._pace.wait()
         return [Sampled(97 + int(token) % 26) for token in step.ids[step.rows].tolist()]
+
+
+class Script(Engine):
+    """Says a letter for every request in each step, at a pace, whatever its place in memory."""
+
+    def __init__(self, limits: Limits, pace: Pace) -> None:
+        super().__init__(CountingModel(), limits)
+        self._pace = pace
+        self._left: dict[str, int] = {}  # how many tokens a request still has to come
+        self._letter = 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._left)
+
+    def add(self, *requests: Request) -> None:
+        self._left |= {request.id: request.params.max_tokens or 1 for request in requests}
+
+    def abort(self, request_id: str) -> None:
+        self._left.pop(request_id, None)
+
+    def step(self) -> list[TokenEvent]:
+        self._pace.wait()
+        self._letter = (self._letter + 1) % 26
+        letter, left, self._left = 97 + self._letter, self._left, {}
+        events = []
+        for name, count in left.items():
+            if count > 1:
+                self._left[name] = count - 1
+            events.append(TokenEvent(name, letter, None, (), None if count > 1 else "length", None))
+        return events
 
 
 def load(start: Start, say: object) -> tuple[Engine, Facts]:
@@ -67,8 +111,9 @@ def load(start: Start, say: object) -> tuple[Engine, Facts]:
         vocab_limit=start.vocab_limit,
         eos_ids=start.eos_ids,
     )
-    model = Letters(float(os.environ[PACE]))
-    return Engine(model, limits), Facts(config.model, "none", limits, config.max_logprobs)
+    pace = Pace(float(os.environ[PACE]))
+    engine = Script(limits, pace) if os.environ[SCRIPTED] == "True" else Engine(Letters(pace), limits)
+    return engine, Facts(config.model, "none", limits, config.max_logprobs)
 
 
 def serve(folder: Path, fronts: int, told: Any) -> None:
@@ -141,8 +186,8 @@ def family(process: int) -> dict[str, list[int]]:
     return {"front": fronts, "engine": [child for child, line in lines.items() if b"link.child" in line]}
 
 
-def measure(fronts: int, streams: int, tokens: int, steps_per_s: float) -> dict[str, Any]:
-    os.environ[PACE] = str(steps_per_s)
+def measure(fronts: int, streams: int, tokens: int, steps_per_s: float, scripted: bool) -> dict[str, Any]:
+    os.environ |= {PACE: str(steps_per_s), SCRIPTED: str(scripted)}
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as name:
         made = loop_model(Path(name))
@@ -173,6 +218,7 @@ def measure(fronts: int, streams: int, tokens: int, steps_per_s: float) -> dict[
     all_tokens = streams * tokens
     told: dict[str, Any] = {
         "fronts": fronts,
+        "scripted": scripted,
         "streams": streams,
         "tokens_per_s": round(all_tokens / seconds),
         "front_us_per_token": round((after["front"] - before["front"]) / all_tokens, 1),
@@ -203,8 +249,9 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--steps-per-s", type=float, default=0.0)
+    parser.add_argument("--scripted", action="store_true")
     given = parser.parse_args()
-    print(json.dumps(measure(given.fronts, given.streams, given.tokens, given.steps_per_s)))
+    print(json.dumps(measure(given.fronts, given.streams, given.tokens, given.steps_per_s, given.scripted)))
 
 
 if __name__ == "__main__":

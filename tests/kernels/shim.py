@@ -27,6 +27,7 @@ from kernels_ptx.tiers import TIERS, Tier
 
 FOLDER = Path(__file__).parent / "shim"
 CACHE = Path(__file__).parents[2] / ".cache" / "shim"
+MOST_SHARED_BYTES = 227 << 10  # that a block of any GPU may ask for
 SCHEDULES = ("round robin", "reverse", "random", "one warp")
 SANITIZED = os.environ.get("RVLLM_SHIM_SANITIZE") == "1"
 
@@ -110,6 +111,7 @@ def launch(
     """
     most = next(known.threads for known in source_of(stem).entries if known.name == entry)
     assert 0 < block <= most, f"{entry} takes blocks of up to {most} threads, not {block}"
+    assert shared_bytes <= MOST_SHARED_BYTES, f"{entry}: {shared_bytes} bytes of shared memory are more than a GPU has"
     library = load(stem, tier or tiers_of(stem)[0])
     signature = getattr(library, f"signature_{entry}")
     signature.restype = ctypes.c_char_p
