@@ -23,6 +23,7 @@ from rvllm.backend.cuda.matrix_maps import MatrixMaps
 from rvllm.backend.cuda.model import StepLimits, step_layout
 from rvllm.backend.cuda.sampling import DeviceSampler
 from rvllm.backend.cuda.step_block import begin, columns_for, pack
+from rvllm.backend.cuda.tuning import TUNED, UNTUNED
 from rvllm.program.cost import Load, cost
 from rvllm.program.dtype import BF16, F32, I32, STORED, DType, Float32, Stored, f32_to_bf16, load, store
 from rvllm.program.fuse import fuse
@@ -238,6 +239,7 @@ class Chains:
             multiprocessors=self._device.multiprocessors,
             tier=self._device.tier,
             matrix_map=self._maps,
+            tuning=TUNED.get(self._device.tier, UNTUNED),
         )
         tables = np.random.default_rng(1).permutation(case.sequences * columns).astype(np.int32)
         tables = tables.reshape(case.sequences, columns)

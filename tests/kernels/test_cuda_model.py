@@ -24,6 +24,7 @@ from rvllm.backend.cuda.matrix_maps import AT_ONCE, MAP_BYTES, MatrixMaps
 from rvllm.backend.cuda.model import CudaModel, StepLimits
 from rvllm.backend.cuda.slots import slot_bytes
 from rvllm.backend.cuda.step_block import padded_sequences, padded_tokens
+from rvllm.backend.cuda.tuning import TUNED, Tuning
 from rvllm.engine.block_pool import blocks_for
 from rvllm.engine.engine import Engine
 from rvllm.engine.grammar import Vocabulary
@@ -318,6 +319,18 @@ def test_a_copied_block_is_read_as_the_one_it_was_copied_from() -> None:
         one.token_ids.append(11)
     alone = ours.forward(step_of([row], [1], groups))
     assert np.array_equal(ours.forward(step_of([other], [1], groups)), alone)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_few_tokens_have_the_same_bits_by_rings_and_without(monkeypatch: pytest.MonkeyPatch, dtype: DType) -> None:
+    source, logits, entries = opened(CASES[0]), [], []
+    for tuning in (Tuning(), Tuning(ring_tokens=0)):
+        monkeypatch.setitem(TUNED, "t90a", tuning)
+        ours = cuda_model(source, dtype, "t90a")
+        logits.append([ours.forward(step) for step in steps(ours.program)])
+        entries.append({entry for entry in ours._device.launched if "linear" in entry and "t90a" in entry})
+    assert all(np.array_equal(first, second) for first, second in zip(*logits))
+    assert len(entries[0]) == 4 and not entries[1]
 
 
 def test_a_matrix_is_described_once_and_others_beside_it() -> None:

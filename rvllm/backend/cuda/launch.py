@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rvllm.backend.cuda.tuning import UNTUNED, Tuning
 from rvllm.program.dtype import BF16, DType
 from rvllm.program.ops import Tensor
 
@@ -46,6 +47,7 @@ class Target:
     tier: str
     matrix_map: Callable[[int, int, int, int], int]
     """A matrix's address, rows, columns, and the rows of a box: the address of its map (t90a)."""
+    tuning: Tuning = UNTUNED
     batch_invariant: bool = False
     """Whether a token has the bits that it has alone in every step: products keep `linear`'s order of sums, and tokens
     of prompts attend as decoding does."""

@@ -33,6 +33,7 @@ from rvllm.backend.cuda.step_block import (
     padded_sequences,
     padded_tokens,
 )
+from rvllm.backend.cuda.tuning import TUNED, UNTUNED
 from rvllm.backend.cuda.weights import aligned, load_weights, place, sizes
 from rvllm.model.checkpoint import Checkpoint
 from rvllm.program.dtype import F32, STORED, DType, Float32, Stored, load
@@ -347,6 +348,7 @@ class CudaModel:
             multiprocessors=self._device.multiprocessors,
             tier=self._device.tier,
             matrix_map=self._matrix_maps,
+            tuning=TUNED.get(self._device.tier, UNTUNED),
             batch_invariant=self.batch_invariant,
         )
 

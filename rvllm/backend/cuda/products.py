@@ -14,26 +14,22 @@ from rvllm.program.program import joined_name
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 LINEAR_TOKENS = 64  # up to here weights are streamed past the tokens, beyond they meet in tiles
-# Beyond, warpgroups multiply where there are any: with a weight of so many bytes beyond the first.
-WIDE_TOKENS, WIDE_BYTES = (16, 32), 24 << 20
 # Of gemm_t90a with 32 or 64 tokens, or by slots.
 WIDE_SHARED_BYTES = {32: 103424, 64: 99328, 128: 197632, 144: 209920, 192: 230400}
-# Tiles of gemm_t90a for weights of many rows: slots, and for how much more depth a tile takes time (benchmarks/LOG.md).
-SLOT_ROWS, TOKEN_ROWS = (192, 1200), (144, 500)
-MOST_PARTS_OF_256 = 4  # of a cut tile of 256 tokens
+SLOT_ROWS, TOKEN_ROWS = 192, 144  # slots of gemm_t90a's tiles for weights of many rows
 WIDE_MULTIPROCESSORS = 144  # no GPU of tier t90a has more
-RING_TOKENS = 8  # linear_t90a takes up to these
-# Its rings' stages, the fewest and the most, and the bytes of one; what a block may ask for, so that one of decode
-# attention has room beside it; what it takes beside rings and tokens.
-RING_STAGES, STAGE_BYTES, RING_SHARED_BYTES, RING_SUMS_BYTES = (4, 7), 16 << 10, 160 << 10, 9 << 10
+# linear_t90a's rings: the fewest stages that are worth while, and the bytes of one; what a block may ask for, so that
+# one of decode attention has room beside it; what it takes beside rings and tokens.
+RING_STAGES, STAGE_BYTES, RING_SHARED_BYTES, RING_SUMS_BYTES = 4, 16 << 10, 160 << 10, 9 << 10
 ALONE_SHARED_BYTES = 116 << 10  # more than half of what a multiprocessor of tier t90a has
 
 
 def products(op: Linear, after: object, target: Target) -> list[Launch]:
     """A product with what follows it in the same kernel: nothing, ActMul, or Add (then the other addend is read)."""
     tokens, depth = rows_of(op.out, target.bucket), width_of(op.x)
-    few, many = WIDE_TOKENS
-    wide_from = few if 2 * _rows(op) * depth >= WIDE_BYTES else many
+    tuning = target.tuning
+    large = 2 * _rows(op) * depth >= tuning.large_bytes
+    wide_from = tuning.wide_tokens_large if large else tuning.wide_tokens
     wide = target.tier == "t90a" and depth % 8 == 0 and tokens > wide_from
     at_once = tokens
     if target.batch_invariant and tokens > LINEAR_TOKENS:
@@ -48,7 +44,8 @@ def _product(op: Linear, after: object, target: Target, begin: int, tokens: int,
     rows, depth = _rows(op), width_of(op.x)
     few = tokens <= LINEAR_TOKENS
     stages = _ring_stages(op, after, tokens, target)
-    tall = 16 if isinstance(after, ActMul) or tokens > 1 else _ring_rows(rows, target)
+    low = tokens <= target.tuning.low_tile_tokens and not isinstance(after, ActMul)
+    tall = _ring_rows(rows, target) if low else 16
     bias = target.address(joined_name(op.biases)) if op.biases else 0
 
     def address(tensor: Tensor) -> int:
@@ -93,11 +90,13 @@ def _ring_stages(op: Linear, after: object, tokens: int, target: Target) -> int:
     """Stages of the rings of linear_t90a.cu; 0: it takes no such product, or its tokens leave no room for enough."""
     depth = width_of(op.x)
     slots = 16 * covering(_rows(op) // 2, 8) if isinstance(after, ActMul) else _rows(op)
-    if target.tier != "t90a" or tokens > RING_TOKENS or depth % 8 or _depth_parts(slots, depth) > 1:
+    tuning = target.tuning
+    if target.tier != "t90a" or depth % 8 or _depth_parts(slots, depth) > 1:
         return 0
-    fewest, most = RING_STAGES
-    stages = min(most, (RING_SHARED_BYTES - _ring_room(tokens, depth)) // STAGE_BYTES)
-    return stages if stages >= fewest else 0
+    if tokens > tuning.ring_tokens or 2 * tokens * depth > tuning.ring_bytes:
+        return 0
+    stages = min(tuning.ring_stages, (RING_SHARED_BYTES - _ring_room(tokens, depth)) // STAGE_BYTES)
+    return stages if stages >= RING_STAGES else 0
 
 
 def _ring_rows(rows: int, target: Target) -> int:
@@ -161,11 +160,11 @@ def _wide(
         parts = next(count for count in (8, 4, 2, 1) if count <= max(room, min(splits, 2)))
         arguments = (*arguments, splits)
     else:
-        shares = width // 16 if width == TOKEN_ROWS[0] else most // 16
+        shares = width // 16 if width == TOKEN_ROWS else most // 16
         parts = max(1, min(room, shares, covering(depth, 128 if most == 256 else 256)))
     grid = (whole + (tiles - whole) * parts,)
     where = (whole, parts, target.workspace, target.counters)
-    rows_are = "t" if width == TOKEN_ROWS[0] else "n"
+    rows_are = "t" if width == TOKEN_ROWS else "n"
     entry = f"{stem}_t90a_{suffix(op.x.dtype)}_{rows_are}{most}"
     block = 2 * (most if rows_are == "t" else width)
     shared = WIDE_SHARED_BYTES[most if most <= 64 else width]
@@ -186,7 +185,7 @@ def _tile_tokens(op: Linear, after: object, tokens: int, target: Target) -> int:
     if tokens <= 128:
         return 128
     cut_in = target.multiprocessors // (covering(tokens, 256) * _wide_tiles(op, after, 128))
-    return 128 if cut_in > MOST_PARTS_OF_256 else 256
+    return 128 if cut_in > target.tuning.most_parts_of_256 else 256
 
 
 def _wide_slots(op: Linear, after: object, tokens: int, most: int, target: Target) -> int:
@@ -194,12 +193,13 @@ def _wide_slots(op: Linear, after: object, tokens: int, most: int, target: Targe
     if most <= 64 or not (isinstance(after, ActMul) or op.out.dtype is F32):
         return 128
 
-    def cost(tile: tuple[int, int]) -> int:
-        slots, more = tile
-        tiles = covering(tokens, most) * _wide_tiles(op, after, slots)
-        return covering(tiles, target.multiprocessors) * (width_of(op.x) + more)
+    more = {SLOT_ROWS: target.tuning.slot_tile_depth, TOKEN_ROWS: target.tuning.token_tile_depth}
 
-    return min(TOKEN_ROWS, SLOT_ROWS, key=cost)[0]
+    def cost(slots: int) -> int:
+        tiles = covering(tokens, most) * _wide_tiles(op, after, slots)
+        return covering(tiles, target.multiprocessors) * (width_of(op.x) + more[slots])
+
+    return min(TOKEN_ROWS, SLOT_ROWS, key=cost)
 
 
 def _wide_tiles(op: Linear, after: object, slots: int) -> int:
