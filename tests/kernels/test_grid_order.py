@@ -89,7 +89,7 @@ def product(stem: str, depth: int) -> Call:
     return Call(stem, f"{stem}_bf16_m8", (3, 1), 256, args, out, [x, *others], 4096 * 3 * 6)
 
 
-def product_by_rings(kind: str, depth: int, stages: int) -> Call:
+def product_by_rings(kind: str, depth: int, stages: int, *, normed: bool = False) -> Call:
     tokens, rows = 3, 64
     x, weight = BF16.normal(RNG, tokens, depth), BF16.normal(RNG, rows, depth)
     width, box_rows = (rows // 2, 8) if kind == "_act_mul" else (rows, 16)
@@ -99,7 +99,9 @@ def product_by_rings(kind: str, depth: int, stages: int) -> Call:
     told = room[-room.ctypes.data % 64 :][:128]
     told[:] = ShimMemory().matrix_map(weight.ctypes.data, rows, depth, box_rows)
     args = [x, told, 0, *others, out, tokens, width, depth, 0 if kind == "_act_mul" else 16, stages]
-    shared = 9216 + 16384 * stages + tokens * (128 * -(-depth // 64) + 16)
+    if kind != "_add":
+        args += [BF16.normal(RNG, depth), 1e-6] if normed else [0, 0.0]
+    shared = 9216 + 16384 * stages + (tokens + 1) * (128 * -(-depth // 64) + 16)
     stem = f"linear{kind}_t90a"
     return Call(stem, f"{stem}_bf16", (3,), 256, args, out, [x, *others], shared, [weight])
 
@@ -120,6 +122,7 @@ CALLS = {
     "linear_act_mul": lambda: product("linear_act_mul", 8 * 32 * 6),
     "linear_t90a, more than its rings hold": lambda: product_by_rings("", 8 * 64 * 3, 2),
     "linear_t90a, rings that hold it all": lambda: product_by_rings("_act_mul", 8 * 64, 12),
+    "linear_t90a, with a norm": lambda: product_by_rings("", 8 * 64 + 8, 3, normed=True),
     "linear_add_t90a": lambda: product_by_rings("_add", 8 * 64 + 8, 4),
     "norm": norm,
 }

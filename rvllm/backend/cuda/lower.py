@@ -6,10 +6,11 @@ the step block, and stay what they are for the life of the model.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import singledispatch
 
 from rvllm.backend.cuda.launch import Launch, Target, covering, rows_of, suffix, width_of
-from rvllm.backend.cuda.products import ACTIVATIONS, product_workspace, products
+from rvllm.backend.cuda.products import ACTIVATIONS, product_workspace, products, takes_norm
 from rvllm.program.dtype import E4M3
 from rvllm.program.ops import (
     ActMul,
@@ -25,6 +26,7 @@ from rvllm.program.ops import (
     SelectRows,
     Tensor,
     parts,
+    reads,
 )
 from rvllm.program.program import Program
 
@@ -37,13 +39,44 @@ FUSIONS = frozenset({"linear_add", "linear_act_mul"})
 """The fused kernels there are."""
 
 
-def lower(op: Op, target: Target) -> list[Launch]:
-    """The launches that compute `op` for the target's bucket."""
+def lower(op: Op, target: Target, norm: Norm | None = None) -> list[Launch]:
+    """The launches that compute `op` for the target's bucket; with `norm`, a product's compute both."""
+    product = _product_of(op)
+    return _plain(op, target) if product is None else products(*product, target, norm)
+
+
+def lower_all(ops: Sequence[Op], target: Target) -> list[Launch]:
+    """The launches of ops in a row, with the bits of each alone. A norm may be in the product's launch behind it."""
+    launches: list[Launch] = []
+    waiting: Norm | None = None
+    for place, op in enumerate(ops):
+        if isinstance(op, Norm) and _is_taken(op, ops[place + 1 :], target):
+            waiting = op
+            continue
+        launches += lower(op, target, waiting)
+        waiting = None
+    return launches
+
+
+def _is_taken(norm: Norm, behind: Sequence[Op], target: Target) -> bool:
+    """Whether the op behind a norm computes it, which is then written nowhere.
+
+    That op alone may read it; and what is normed must be read later, too, for else its memory may be that op's output.
+    """
+    product = _product_of(behind[0]) if behind else None
+    if product is None or product[0].x != norm.out or not takes_norm(*product, target):
+        return False
+    later = {tensor for op in behind[1:] for tensor in reads(op)}
+    return norm.x in later and norm.out not in later
+
+
+def _product_of(op: Op) -> tuple[Linear, object] | None:
+    """A product and what its kernel does behind it, if that is what `op` is."""
     if not isinstance(op, Fused):
-        return _plain(op, target)
+        return (op, None) if isinstance(op, Linear) else None
     first, last = op.parts
     assert op.kernel in FUSIONS and isinstance(first, Linear), op
-    return products(first, last, target)
+    return first, last
 
 
 @singledispatch
@@ -110,11 +143,6 @@ def _(op: RopeKV, target: Target) -> list[Launch]:
     shape = (op.heads, op.kv_heads, op.head_dim, half, target.blocks[_group(op.slots)], target.block_size)
     entry = f"{_over('rope_kv', op.cache)}_{suffix(op.out.dtype)}"
     return [Launch("rope_kv", entry, (target.bucket.tokens,), 256, 0, (*addresses, *shape))]
-
-
-@_plain.register
-def _(op: Linear, target: Target) -> list[Launch]:
-    return products(op, None, target)
 
 
 @_plain.register

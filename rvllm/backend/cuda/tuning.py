@@ -21,6 +21,8 @@ class Tuning:
     """Of its rings, if they fit. With more, blocks of decode attention find no room beside them."""
     low_tile_tokens: int = 1
     """Up to so many tokens its tiles are as low as gives every multiprocessor as many rows."""
+    norm_tokens: int = 0
+    """Up to so many tokens the norm before such a product is in its launch."""
     wide_tokens: int = 32
     """With more tokens warpgroups multiply (gemm_t90a.cu)."""
     wide_tokens_large: int = 16
