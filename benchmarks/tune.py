@@ -45,6 +45,8 @@ CHOICES: dict[str, tuple[int, ...]] = {
     "ring_stages": (4, 5, 6, 7, 8),
     "low_tile_tokens": (0, 1, 2, 4, 8),
     "norm_tokens": (0, 1, 2, 4, 8),
+    "soon_bytes": (0, 1 << 20, 2 << 20, 4 << 20, 6 << 20, 8 << 20, 12 << 20),
+    "soon_tokens": (1, 2, 4, 8),
     "wide_tokens_large": (8, 12, 16, 24, 32),
     "wide_tokens": (8, 16, 24, 32),
     "large_bytes": (4 << 20, 12 << 20, 24 << 20, 48 << 20),

@@ -324,7 +324,7 @@ def test_a_copied_block_is_read_as_the_one_it_was_copied_from() -> None:
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_few_tokens_have_the_same_bits_by_rings_and_without(monkeypatch: pytest.MonkeyPatch, dtype: DType) -> None:
     source, logits, entries = opened(CASES[0]), [], []
-    for tuning in (Tuning(), Tuning(ring_tokens=0), Tuning(norm_tokens=8)):
+    for tuning in (Tuning(), Tuning(ring_tokens=0), Tuning(norm_tokens=8), Tuning(soon_bytes=1 << 20, ring_stages=4)):
         monkeypatch.setitem(TUNED, "t90a", tuning)
         ours = cuda_model(source, dtype, "t90a")
         logits.append(np.concatenate([ours.forward(step) for step in steps(ours.program)]))

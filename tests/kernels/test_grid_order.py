@@ -58,7 +58,7 @@ def attention(head_dim: int) -> Call:
     workspace, counters = np.zeros(3 * 3 * 32 * (head_dim + 2), dtype=np.float32), np.zeros(3, dtype=np.uint32)
     last = [(held.tables[i, (n - 1) // 32], (n - 1) % 32) for i, n in enumerate(lengths)]
     newest = [held.cache[side, page, 0, place] for page, place in last for side in (0, 1)]
-    args = [q, *held.cached, held.tables, work, out, workspace, counters, *held.arguments, shape.scale, 0]
+    args = [q, *held.cached, held.tables, work, out, workspace, counters, *held.arguments, shape.scale, 0, 0, 0, 0]
     entry = f"attention_decode_d{head_dim}_bf16"
     return Call("attention_decode", entry, (len(items) + 1, 1), 128, args, out, [q, *newest], ring_bytes(shape, "t90"))
 
@@ -73,7 +73,7 @@ def chunk_of_a_prompt() -> Call:
     workspace, counters = np.zeros(3 * 32 * 66, dtype=np.float32), np.zeros(1, dtype=np.uint32)
     pages = [(held.tables[0, 15], slice(0, 32)), (held.tables[0, 16], slice(0, 8))]
     newest = [held.cache[side, page, 0, places] for page, places in pages for side in (0, 1)]
-    args = [q, *held.cached, held.tables, work, out, workspace, counters, *held.arguments, shape.scale, 0]
+    args = [q, *held.cached, held.tables, work, out, workspace, counters, *held.arguments, shape.scale, 0, 0, 0, 0]
     shared = ring_bytes(shape, "t90")
     return Call("attention_decode", "attention_decode_d64_bf16", (count, 1), 128, args, out, [q, *newest], shared)
 

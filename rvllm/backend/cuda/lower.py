@@ -7,10 +7,11 @@ the step block, and stay what they are for the life of the model.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import singledispatch
 
 from rvllm.backend.cuda.launch import Launch, Target, covering, rows_of, suffix, width_of
-from rvllm.backend.cuda.products import ACTIVATIONS, product_workspace, products, takes_norm
+from rvllm.backend.cuda.products import ACTIVATIONS, behind_rings, product_workspace, products, takes_norm
 from rvllm.program.dtype import E4M3
 from rvllm.program.ops import (
     ActMul,
@@ -46,16 +47,30 @@ def lower(op: Op, target: Target, norm: Norm | None = None) -> list[Launch]:
 
 
 def lower_all(ops: Sequence[Op], target: Target) -> list[Launch]:
-    """The launches of ops in a row, with the bits of each alone. A norm may be in the product's launch behind it."""
+    """The launches of ops in a row, with the bits of each alone.
+
+    A norm may be in the launch of the product behind it, and attention fetches ahead.
+    """
     launches: list[Launch] = []
     waiting: Norm | None = None
     for place, op in enumerate(ops):
         if isinstance(op, Norm) and _is_taken(op, ops[place + 1 :], target):
             waiting = op
             continue
-        launches += lower(op, target, waiting)
+        made = lower(op, target, waiting)
+        launches += _fetching_ahead(made, ops[place + 1 :], target) if isinstance(op, Attention) else made
         waiting = None
     return launches
+
+
+def _fetching_ahead(launches: list[Launch], behind: Sequence[Op], target: Target) -> list[Launch]:
+    """Attention that fetches what the next gate and up read."""
+    products = filter(None, map(_product_of, behind))
+    ahead = next((behind_rings(op, after, target) for op, after in products if isinstance(after, ActMul)), (0, 0, 0))
+    return [
+        replace(launch, values=(*launch.values[:-3], *ahead)) if launch.stem.startswith("attention_decode") else launch
+        for launch in launches
+    ]
 
 
 def _is_taken(norm: Norm, behind: Sequence[Op], target: Target) -> bool:
@@ -162,7 +177,7 @@ def _(op: Attention, target: Target) -> list[Launch]:
     grid = (min(MOST_SPLITS * queries, pieces + queries), _packs(op))
     stem = _over("attention_decode", op.cache)
     entry = f"{stem}_{_build_for(head_dim, (64, 128, 256))}_{suffix(op.out.dtype)}"
-    values = (*cached, address(f"decode_work.{group}"), out, target.workspace, target.counters, *shape)
+    values = (*cached, address(f"decode_work.{group}"), out, target.workspace, target.counters, *shape, 0, 0, 0)
     decode = Launch(stem, entry, grid, 128, _ring_bytes(op, target), values)
     if target.batch_invariant or not bucket.prefills:
         return [decode]

@@ -114,6 +114,19 @@ def _ring_stages(op: Linear, after: object, tokens: int, target: Target) -> int:
     return stages if stages >= RING_STAGES else 0
 
 
+def behind_rings(op: Linear, after: ActMul, target: Target) -> tuple[int, int, int]:
+    """What to fetch ahead of gate and up: where in either, from the first tiles on that rings do not hold; bytes."""
+    tokens, rows, depth = rows_of(op.out, target.bucket), _rows(op), width_of(op.x)
+    tuning, width = target.tuning, rows // 2
+    stages = _ring_stages(op, after, tokens, target)
+    if not stages or tokens > tuning.soon_tokens:
+        return 0, 0, 0
+    held = 8 * target.multiprocessors * (stages // covering(covering(depth, 64), 8))
+    nbytes = min(tuning.soon_bytes, 2 * depth * max(width - held, 0))
+    first = target.address(joined_name(op.weights)) + 2 * depth * held
+    return (first, first + 2 * depth * width, nbytes) if nbytes else (0, 0, 0)
+
+
 def _ring_rows(rows: int, target: Target) -> int:
     """Rows of a tile of linear_t90a.cu: up to 16, as few as let no multiprocessor have more tiles than of 16."""
     rounds = covering(covering(rows, 16), target.multiprocessors)
