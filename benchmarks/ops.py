@@ -19,7 +19,7 @@ import numpy as np
 
 from rvllm.backend.cuda.kernels import Gpu
 from rvllm.backend.cuda.launch import Bucket, Launch
-from rvllm.backend.cuda.lower import FUSIONS, lower_all
+from rvllm.backend.cuda.lower import FUSIONS, lower
 from rvllm.backend.cuda.model import CudaModel, StepLimits
 from rvllm.backend.cuda.step_block import padded_sequences
 from rvllm.cli.measure import check_ops
@@ -80,7 +80,7 @@ def report(gpu: Gpu, model: CudaModel, program: Program, sequences: int, context
     model.forward(step_of(sequences, context))
     size = padded_sequences(sequences, sequences)
     target = model._target(Bucket(size, size, size, False))
-    launches = lower_all(program.ops, target)
+    launches = [launch for op in program.ops for launch in lower(op, target)]
     kinds: dict[tuple[str, tuple[int, ...]], list[Launch]] = {}
     for launch in launches:
         kinds.setdefault((launch.entry, launch.grid), []).append(launch)

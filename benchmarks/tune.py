@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.ops import load, microseconds, step_of
 from rvllm.backend.cuda.kernels import Gpu
 from rvllm.backend.cuda.launch import Bucket, Launch, Target
-from rvllm.backend.cuda.lower import lower_all
+from rvllm.backend.cuda.lower import lower
 from rvllm.backend.cuda.model import CudaModel
 from rvllm.backend.cuda.step_block import padded_sequences
 from rvllm.backend.cuda.tuning import TUNED, UNTUNED, Tuning
@@ -44,9 +44,6 @@ CHOICES: dict[str, tuple[int, ...]] = {
     "ring_bytes": (16 << 10, 32 << 10, 48 << 10, 64 << 10, 96 << 10),
     "ring_stages": (4, 5, 6, 7, 8),
     "low_tile_tokens": (0, 1, 2, 4, 8),
-    "norm_tokens": (0, 1, 2, 4, 8),
-    "soon_bytes": (0, 1 << 20, 2 << 20, 4 << 20, 6 << 20, 8 << 20, 12 << 20),
-    "soon_tokens": (1, 2, 4, 8),
     "wide_tokens_large": (8, 12, 16, 24, 32),
     "wide_tokens": (8, 16, 24, 32),
     "large_bytes": (4 << 20, 12 << 20, 24 << 20, 48 << 20),
@@ -76,7 +73,7 @@ class Case:
 
     def launches(self, tuning: Tuning) -> list[Launch]:
         target = replace(self.target, tuning=tuning)
-        return lower_all(self.model.program.ops, target)
+        return [launch for op in self.model.program.ops for launch in lower(op, target)]
 
     def ratio(self, tuning: Tuning, present: Tuning) -> float:
         """The step's time with these figures over that with the present ones. Raises WrongOutput."""

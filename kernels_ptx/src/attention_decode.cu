@@ -6,10 +6,8 @@
 // nothing. Of the rows of one sequence, only one may have several items.
 // workspace: sequences heads 32 (head_dim + 2) f32; counters: sequences kv_heads ceil(heads / kv_heads / 8) u32, zero
 // before the first launch, and zero again after each. Both belong to one launch at a time.
-// soon, soon_too: memory that kernels behind this read, soon_bytes from either on (a multiple of 16, from t90 on; else 0):
-//   blocks that find no item fetch it into L2 once this grid's own reads are on their way.
 // launch: grid (G, kv_heads ceil(heads / kv_heads / 8)), block 128, no dynamic shared memory. One block: an item, for
-//   8 heads at most that share keys; those beyond the list attend to nothing. _d64, _d128, _d256: for head_dim up to that and a
+//   8 heads at most that share keys; those beyond the list do nothing. _d64, _d128, _d256: for head_dim up to that and a
 //   multiple of 8; _any: for any up to 256.
 // bound: 4 kv_heads head_dim bytes a key that is seen.
 // A query's keys are split at multiples of a chunk that depends on how many keys it sees alone; the last block of a
@@ -23,79 +21,71 @@
 KERNEL(128)
 void attention_decode_d64_f16(const half_t* q, const half_t* cache, const int* block_tables, const int* work,
                               half_t* out, float* workspace, uint32* counters, int heads, int kv_heads, int head_dim,
-                              int blocks, int block_size, int max_blocks, float scale, int window, const void* soon,
-                              const void* soon_too, int soon_bytes) {
+                              int blocks, int block_size, int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  const DecodeArguments given = {workspace, counters, shape, nullptr, {soon, soon_too, soon_bytes}};
+  const DecodeArguments given = {workspace, counters, shape};
   attention_decode<WideMethod<64, half_t>, 64>(q, cache, block_tables, work, out, given);
 }
 
 KERNEL(128)
 void attention_decode_d64_bf16(const bfloat_t* q, const bfloat_t* cache, const int* block_tables, const int* work,
                                bfloat_t* out, float* workspace, uint32* counters, int heads, int kv_heads, int head_dim,
-                               int blocks, int block_size, int max_blocks, float scale, int window, const void* soon,
-                               const void* soon_too, int soon_bytes) {
+                               int blocks, int block_size, int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  const DecodeArguments given = {workspace, counters, shape, nullptr, {soon, soon_too, soon_bytes}};
+  const DecodeArguments given = {workspace, counters, shape};
   attention_decode<WideMethod<64, bfloat_t>, 64>(q, cache, block_tables, work, out, given);
 }
 
 KERNEL(128)
 void attention_decode_d128_f16(const half_t* q, const half_t* cache, const int* block_tables, const int* work,
                                half_t* out, float* workspace, uint32* counters, int heads, int kv_heads, int head_dim,
-                               int blocks, int block_size, int max_blocks, float scale, int window, const void* soon,
-                               const void* soon_too, int soon_bytes) {
+                               int blocks, int block_size, int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  const DecodeArguments given = {workspace, counters, shape, nullptr, {soon, soon_too, soon_bytes}};
+  const DecodeArguments given = {workspace, counters, shape};
   attention_decode<WideMethod<128, half_t>, 128>(q, cache, block_tables, work, out, given);
 }
 
 KERNEL(128)
 void attention_decode_d128_bf16(const bfloat_t* q, const bfloat_t* cache, const int* block_tables, const int* work,
                                 bfloat_t* out, float* workspace, uint32* counters, int heads, int kv_heads,
-                                int head_dim, int blocks, int block_size, int max_blocks, float scale, int window,
-                                const void* soon, const void* soon_too, int soon_bytes) {
+                                int head_dim, int blocks, int block_size, int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  const DecodeArguments given = {workspace, counters, shape, nullptr, {soon, soon_too, soon_bytes}};
+  const DecodeArguments given = {workspace, counters, shape};
   attention_decode<WideMethod<128, bfloat_t>, 128>(q, cache, block_tables, work, out, given);
 }
 
 KERNEL(128)
 void attention_decode_d256_f16(const half_t* q, const half_t* cache, const int* block_tables, const int* work,
                                half_t* out, float* workspace, uint32* counters, int heads, int kv_heads, int head_dim,
-                               int blocks, int block_size, int max_blocks, float scale, int window, const void* soon,
-                               const void* soon_too, int soon_bytes) {
+                               int blocks, int block_size, int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  const DecodeArguments given = {workspace, counters, shape, nullptr, {soon, soon_too, soon_bytes}};
+  const DecodeArguments given = {workspace, counters, shape};
   attention_decode<WideMethod<256, half_t>, 256>(q, cache, block_tables, work, out, given);
 }
 
 KERNEL(128)
 void attention_decode_d256_bf16(const bfloat_t* q, const bfloat_t* cache, const int* block_tables, const int* work,
                                 bfloat_t* out, float* workspace, uint32* counters, int heads, int kv_heads,
-                                int head_dim, int blocks, int block_size, int max_blocks, float scale, int window,
-                                const void* soon, const void* soon_too, int soon_bytes) {
+                                int head_dim, int blocks, int block_size, int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  const DecodeArguments given = {workspace, counters, shape, nullptr, {soon, soon_too, soon_bytes}};
+  const DecodeArguments given = {workspace, counters, shape};
   attention_decode<WideMethod<256, bfloat_t>, 256>(q, cache, block_tables, work, out, given);
 }
 
 KERNEL(128)
 void attention_decode_any_f16(const half_t* q, const half_t* cache, const int* block_tables, const int* work,
                               half_t* out, float* workspace, uint32* counters, int heads, int kv_heads, int head_dim,
-                              int blocks, int block_size, int max_blocks, float scale, int window, const void* soon,
-                              const void* soon_too, int soon_bytes) {
+                              int blocks, int block_size, int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  const DecodeArguments given = {workspace, counters, shape, nullptr, {soon, soon_too, soon_bytes}};
+  const DecodeArguments given = {workspace, counters, shape};
   attention_decode<FmaMethod<256, 1, half_t>, 256>(q, cache, block_tables, work, out, given);
 }
 
 KERNEL(128)
 void attention_decode_any_bf16(const bfloat_t* q, const bfloat_t* cache, const int* block_tables, const int* work,
                                bfloat_t* out, float* workspace, uint32* counters, int heads, int kv_heads, int head_dim,
-                               int blocks, int block_size, int max_blocks, float scale, int window, const void* soon,
-                               const void* soon_too, int soon_bytes) {
+                               int blocks, int block_size, int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  const DecodeArguments given = {workspace, counters, shape, nullptr, {soon, soon_too, soon_bytes}};
+  const DecodeArguments given = {workspace, counters, shape};
   attention_decode<FmaMethod<256, 1, bfloat_t>, 256>(q, cache, block_tables, work, out, given);
 }

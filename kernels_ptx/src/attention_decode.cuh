@@ -81,36 +81,12 @@ struct MmaMethod {
 
 // ---- A block
 
-// What kernels behind this one read: `bytes` from either address on.
-struct Soon {
-  const void *first, *second;
-  int bytes;
-};
-
 struct DecodeArguments {
   float* workspace;
   uint32* counters;
   AttentionShape shape;
-  const float* scales;
-  Soon soon;
+  const float* scales = nullptr;
 };
-
-#if TIER >= 90
-// Into L2, by this block's share of what `blocks` idle ones fetch together. The memory bus has little else to do while few
-// queries attend, but what they read comes first.
-DEVICE void fetch_soon(const Soon& soon, int block, int blocks) {
-  enum : int { PIECE = 4096, READS_NS = 1000 };
-  if (soon.bytes == 0) return;
-  pause(READS_NS);
-  const int pieces = (soon.bytes + PIECE - 1) / PIECE;
-  NO_UNROLL
-  for (int i = block * thread_count() + thread_index(); i < 2 * pieces; i += blocks * thread_count()) {
-    const void* from = i < pieces ? soon.first : soon.second;
-    const int at = (i < pieces ? i : i - pieces) * PIECE;
-    prefetch_bytes(static_cast<const unsigned char*>(from) + at, smaller_int(PIECE, soon.bytes - at));
-  }
-}
-#endif
 
 // Where the queries of a block are: `rows` heads from `head` on; `counter` counts (sequence, kv head, 8 heads).
 struct Place {
@@ -206,10 +182,6 @@ DEVICE void attention_decode(const X* q, const C* cache, const int* block_tables
   const int smallest = smallest_chunk(work);
   if (block_x() < item_count(work)) return decode<Method>(q, cache, block_tables, item, smallest, given, room, out);
   wait_for_previous_grid();  // so that the end of this grid is the end of all before it
-#if TIER >= 90
-  const int idle = grid_x() - item_count(work);
-  fetch_soon(given.soon, (block_x() - item_count(work)) * grid_y() + block_y(), idle * grid_y());
-#endif
 }
 
 #if TIER >= 90

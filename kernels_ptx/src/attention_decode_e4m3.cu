@@ -12,9 +12,9 @@ KERNEL(128)
 void attention_decode_e4m3_d64_f16(const half_t* q, const e4m3_t* cache, const float* scales, const int* block_tables,
                                    const int* work, half_t* out, float* workspace, uint32* counters, int heads,
                                    int kv_heads, int head_dim, int blocks, int block_size, int max_blocks, float scale,
-                                   int window, const void* soon, const void* soon_too, int soon_bytes) {
+                                   int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  const DecodeArguments given = {workspace, counters, shape, scales, {soon, soon_too, soon_bytes}};
+  const DecodeArguments given = {workspace, counters, shape, scales};
   attention_decode<WideMethod<64, half_t, e4m3_t>, 64>(q, cache, block_tables, work, out, given);
 }
 
@@ -22,10 +22,9 @@ KERNEL(128)
 void attention_decode_e4m3_d64_bf16(const bfloat_t* q, const e4m3_t* cache, const float* scales,
                                     const int* block_tables, const int* work, bfloat_t* out, float* workspace,
                                     uint32* counters, int heads, int kv_heads, int head_dim, int blocks, int block_size,
-                                    int max_blocks, float scale, int window, const void* soon, const void* soon_too,
-                                    int soon_bytes) {
+                                    int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  const DecodeArguments given = {workspace, counters, shape, scales, {soon, soon_too, soon_bytes}};
+  const DecodeArguments given = {workspace, counters, shape, scales};
   attention_decode<WideMethod<64, bfloat_t, e4m3_t>, 64>(q, cache, block_tables, work, out, given);
 }
 
@@ -33,9 +32,9 @@ KERNEL(128)
 void attention_decode_e4m3_d128_f16(const half_t* q, const e4m3_t* cache, const float* scales, const int* block_tables,
                                     const int* work, half_t* out, float* workspace, uint32* counters, int heads,
                                     int kv_heads, int head_dim, int blocks, int block_size, int max_blocks, float scale,
-                                    int window, const void* soon, const void* soon_too, int soon_bytes) {
+                                    int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  const DecodeArguments given = {workspace, counters, shape, scales, {soon, soon_too, soon_bytes}};
+  const DecodeArguments given = {workspace, counters, shape, scales};
   attention_decode<WideMethod<128, half_t, e4m3_t>, 128>(q, cache, block_tables, work, out, given);
 }
 
@@ -43,10 +42,9 @@ KERNEL(128)
 void attention_decode_e4m3_d128_bf16(const bfloat_t* q, const e4m3_t* cache, const float* scales,
                                      const int* block_tables, const int* work, bfloat_t* out, float* workspace,
                                      uint32* counters, int heads, int kv_heads, int head_dim, int blocks,
-                                     int block_size, int max_blocks, float scale, int window, const void* soon,
-                                     const void* soon_too, int soon_bytes) {
+                                     int block_size, int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  const DecodeArguments given = {workspace, counters, shape, scales, {soon, soon_too, soon_bytes}};
+  const DecodeArguments given = {workspace, counters, shape, scales};
   attention_decode<WideMethod<128, bfloat_t, e4m3_t>, 128>(q, cache, block_tables, work, out, given);
 }
 
@@ -54,9 +52,9 @@ KERNEL(128)
 void attention_decode_e4m3_d256_f16(const half_t* q, const e4m3_t* cache, const float* scales, const int* block_tables,
                                     const int* work, half_t* out, float* workspace, uint32* counters, int heads,
                                     int kv_heads, int head_dim, int blocks, int block_size, int max_blocks, float scale,
-                                    int window, const void* soon, const void* soon_too, int soon_bytes) {
+                                    int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  const DecodeArguments given = {workspace, counters, shape, scales, {soon, soon_too, soon_bytes}};
+  const DecodeArguments given = {workspace, counters, shape, scales};
   attention_decode<WideMethod<256, half_t, e4m3_t>, 256>(q, cache, block_tables, work, out, given);
 }
 
@@ -64,10 +62,9 @@ KERNEL(128)
 void attention_decode_e4m3_d256_bf16(const bfloat_t* q, const e4m3_t* cache, const float* scales,
                                      const int* block_tables, const int* work, bfloat_t* out, float* workspace,
                                      uint32* counters, int heads, int kv_heads, int head_dim, int blocks,
-                                     int block_size, int max_blocks, float scale, int window, const void* soon,
-                                     const void* soon_too, int soon_bytes) {
+                                     int block_size, int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  const DecodeArguments given = {workspace, counters, shape, scales, {soon, soon_too, soon_bytes}};
+  const DecodeArguments given = {workspace, counters, shape, scales};
   attention_decode<WideMethod<256, bfloat_t, e4m3_t>, 256>(q, cache, block_tables, work, out, given);
 }
 
@@ -75,9 +72,9 @@ KERNEL(128)
 void attention_decode_e4m3_any_f16(const half_t* q, const e4m3_t* cache, const float* scales, const int* block_tables,
                                    const int* work, half_t* out, float* workspace, uint32* counters, int heads,
                                    int kv_heads, int head_dim, int blocks, int block_size, int max_blocks, float scale,
-                                   int window, const void* soon, const void* soon_too, int soon_bytes) {
+                                   int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  const DecodeArguments given = {workspace, counters, shape, scales, {soon, soon_too, soon_bytes}};
+  const DecodeArguments given = {workspace, counters, shape, scales};
   attention_decode<FmaMethod<256, 1, half_t, e4m3_t>, 256>(q, cache, block_tables, work, out, given);
 }
 
@@ -85,9 +82,8 @@ KERNEL(128)
 void attention_decode_e4m3_any_bf16(const bfloat_t* q, const e4m3_t* cache, const float* scales,
                                     const int* block_tables, const int* work, bfloat_t* out, float* workspace,
                                     uint32* counters, int heads, int kv_heads, int head_dim, int blocks, int block_size,
-                                    int max_blocks, float scale, int window, const void* soon, const void* soon_too,
-                                    int soon_bytes) {
+                                    int max_blocks, float scale, int window) {
   const AttentionShape shape = {heads, kv_heads, head_dim, blocks, block_size, max_blocks, scale, window};
-  const DecodeArguments given = {workspace, counters, shape, scales, {soon, soon_too, soon_bytes}};
+  const DecodeArguments given = {workspace, counters, shape, scales};
   attention_decode<FmaMethod<256, 1, bfloat_t, e4m3_t>, 256>(q, cache, block_tables, work, out, given);
 }

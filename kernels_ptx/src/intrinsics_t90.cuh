@@ -119,14 +119,6 @@ DEVICE void copy_box(void* to, const void* map, int column, int row, uint64* wor
       : "memory");
 }
 
-// Bytes of global memory into L2, both on 16 bytes and a multiple of 16.
-DEVICE void prefetch_bytes(const void* from, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)), "r"(bytes)
-               : "memory");
-}
-// Some nanoseconds, about.
-DEVICE void pause(int nanoseconds) { asm volatile("nanosleep.u32 %0;" ::"r"(nanoseconds)); }
-
 // Bytes from global to shared memory by the copy engine, both on 16 bytes and a multiple of 16. They arrive at `word`.
 DEVICE void copy_bytes(void* to, const void* from, int bytes, uint64* word) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(

@@ -9,21 +9,19 @@
 
 template <typename X>
 DEVICE void gated_by_ring(const X* x, const void* weight, const X* bias, X* out, int tokens, int width, int depth,
-                          int activation, int stages, const X* norm_weight, float epsilon) {
+                          int activation, int stages) {
   const Gated<X> to = {bias, out, width, activation};
-  linear_ring(RingOperands<X>{x, weight, tokens, depth, 16, stages, norm_weight, epsilon}, to);
+  linear_ring(RingOperands<X>{x, weight, tokens, depth, 16, stages}, to);
 }
 
 KERNEL(256)
 void linear_act_mul_t90a_f16(const half_t* x, const void* weight, const half_t* bias, half_t* out, int tokens,
-                             int width, int depth, int activation, int stages, const half_t* norm_weight,
-                             float epsilon) {
-  gated_by_ring(x, weight, bias, out, tokens, width, depth, activation, stages, norm_weight, epsilon);
+                             int width, int depth, int activation, int stages) {
+  gated_by_ring(x, weight, bias, out, tokens, width, depth, activation, stages);
 }
 
 KERNEL(256)
 void linear_act_mul_t90a_bf16(const bfloat_t* x, const void* weight, const bfloat_t* bias, bfloat_t* out, int tokens,
-                              int width, int depth, int activation, int stages, const bfloat_t* norm_weight,
-                              float epsilon) {
-  gated_by_ring(x, weight, bias, out, tokens, width, depth, activation, stages, norm_weight, epsilon);
+                              int width, int depth, int activation, int stages) {
+  gated_by_ring(x, weight, bias, out, tokens, width, depth, activation, stages);
 }

@@ -7,19 +7,19 @@
 
 template <typename X>
 DEVICE void unrounded_by_ring(const X* x, const void* weight, const X* bias, float* out, int tokens, int rows,
-                              int depth, int tall, int stages, const X* norm_weight, float epsilon) {
+                              int depth, int tall, int stages) {
   const Plain<Unrounded<X>> to = {{bias}, out, rows};
-  linear_ring(RingOperands<X>{x, weight, tokens, depth, tall, stages, norm_weight, epsilon}, to);
+  linear_ring(RingOperands<X>{x, weight, tokens, depth, tall, stages}, to);
 }
 
 KERNEL(256)
 void linear_f32_t90a_f16(const half_t* x, const void* weight, const half_t* bias, float* out, int tokens, int rows,
-                         int depth, int tall, int stages, const half_t* norm_weight, float epsilon) {
-  unrounded_by_ring(x, weight, bias, out, tokens, rows, depth, tall, stages, norm_weight, epsilon);
+                         int depth, int tall, int stages) {
+  unrounded_by_ring(x, weight, bias, out, tokens, rows, depth, tall, stages);
 }
 
 KERNEL(256)
 void linear_f32_t90a_bf16(const bfloat_t* x, const void* weight, const bfloat_t* bias, float* out, int tokens, int rows,
-                          int depth, int tall, int stages, const bfloat_t* norm_weight, float epsilon) {
-  unrounded_by_ring(x, weight, bias, out, tokens, rows, depth, tall, stages, norm_weight, epsilon);
+                          int depth, int tall, int stages) {
+  unrounded_by_ring(x, weight, bias, out, tokens, rows, depth, tall, stages);
 }

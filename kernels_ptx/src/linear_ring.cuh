@@ -2,15 +2,13 @@
 //
 // As in linear_mma.cuh each of 8 warps has its part of the depth, 16 slots of the weight are a product's rows and up to 8
 // tokens its columns. Here the copy engine brings a warp's boxes, a tile's slots by 64 elements, into a ring of its own,
-// which goes on from tile to tile. Tokens stay in shared memory for all tiles of a block, which may norm them before, as
-// norm.cu does. A tile may have fewer than 16
+// which goes on from tile to tile. Tokens stay in shared memory for all tiles of a block. A tile may have fewer than 16
 // slots, so that all multiprocessors have as many: what the product's other rows are changes no sum of these.
 #pragma once
 
 #include "intrinsics_t90.cuh"
 #include "linear_in.cuh"
 #include "linear_sums.cuh"
-#include "norm.cuh"
 
 // A stage has room for 16 slots, of which the second eight begin on 1024 bytes.
 enum : int { PARTS = 8, ROW_BYTES = LINE * 2, STAGE_BYTES = 16 * ROW_BYTES, MOST_STAGES = 12 };
@@ -19,32 +17,27 @@ enum : int { PARTS = 8, ROW_BYTES = LINE * 2, STAGE_BYTES = 16 * ROW_BYTES, MOST
 enum : int { LAYER_SUMS = WARP * 4, SET_SUMS = PARTS * LAYER_SUMS };
 
 // x (tokens, depth); the weight's description, in boxes of a tile's neighbouring rows; how many slots a tile has; the stages
-// of a ring. With norm_weight (depth), RMSNorm of x stands for x.
+// of a ring.
 template <typename X>
 struct RingOperands {
   const X* x;
   const void* weight;
   int tokens, depth, tall, stages;
-  const X* norm_weight = nullptr;
-  float epsilon = 0.0f;
 };
 
-// Shared memory, from its first multiple of 1024 bytes on: rings, sums, tokens, their norm's weight.
+// Shared memory, from its first multiple of 1024 bytes on: rings, sums, tokens.
 template <typename X>
 struct RingRoom {
   unsigned char* rings;
   float* sums;  // (2, SET_SUMS)
   X* tokens;    // (tokens, pitch)
-  X* norm_weight;
-  int pitch;  // whole lines and 16 bytes, so that eight tokens are in different banks
+  int pitch;    // whole lines and 16 bytes, so that eight tokens are in different banks
 
   DEVICE RingRoom(unsigned char* memory, const RingOperands<X>& in)
       : rings(aligned_shared(memory, 1024)),
         sums(reinterpret_cast<float*>(rings + PARTS * in.stages * STAGE_BYTES)),
         tokens(reinterpret_cast<X*>(sums + 2 * SET_SUMS)),
-        pitch((in.depth + LINE - 1) / LINE * LINE + WIDE) {
-    norm_weight = tokens + in.tokens * pitch;
-  }
+        pitch((in.depth + LINE - 1) / LINE * LINE + WIDE) {}
 };
 
 template <typename X, typename Out>
@@ -101,74 +94,20 @@ struct Ring {
     for (int i = 0; i < in.stages; ++i) fetch(i);
   }
 
-  // This warp's part of a row, zeros behind the depth.
-  DEVICE void copy_part(X* to, const X* row) const {
-    NO_UNROLL
-    for (int k = range.begin + lane_index() * WIDE; k < (range.end + LINE - 1) / LINE * LINE; k += WARP * WIDE) {
-      copy_async(to + k, k < range.end ? row + k : row, k < range.end ? 16 : 0);
-    }
-  }
-
-  // Its part of every token.
+  // This warp's part of every token, zeros behind the depth.
   DEVICE void take_tokens() const {
-    if (in.norm_weight != nullptr) copy_part(room.norm_weight, in.norm_weight);  // no grid writes weights
-    wait_for_previous_grid();
-    // Not before the wait: what the next grid does before its own may then count on all that ended before this one began.
-    start_next_grid();
     NO_UNROLL
     for (int token = 0; token < in.tokens; ++token) {
-      copy_part(room.tokens + token * room.pitch, in.x + int64(token) * in.depth);
+      const X* row = in.x + int64(token) * in.depth;
+      X* to = room.tokens + token * room.pitch;
+      NO_UNROLL
+      for (int k = range.begin + lane_index() * WIDE; k < (range.end + LINE - 1) / LINE * LINE; k += WARP * WIDE) {
+        copy_async(to + k, k < range.end ? row + k : row, k < range.end ? 16 : 0);
+      }
     }
     commit_copies();
-    if (in.norm_weight != nullptr) {
-      norm_tokens();
-    } else {
-      wait_copies<0>();
-    }
+    wait_copies<0>();
     sync_warp();
-  }
-
-  // Each lane norms what it has copied.
-  DEVICE void norm_tokens() const {
-    NO_UNROLL
-    for (int token = 0; token < in.tokens; ++token) {
-      const float scale = norm_scale(in.x + int64(token) * in.depth);
-      wait_copies<0>();
-      NO_UNROLL
-      for (int k = range.begin + lane_index() * WIDE; k < range.end; k += WARP * WIDE) {
-        X* at = room.tokens + token * room.pitch + k;
-        store(at, scaled(load<WIDE>(at), load<WIDE>(room.norm_weight + k), scale));
-      }
-    }
-  }
-
-  // Of a whole row, by each warp for itself, with norm.cuh's order of sums: what warp q of its block adds up is lane q's.
-  DEVICE float norm_scale(const X* row) const {
-    enum : int { AT_ONCE = 8 };
-    const int warps = smaller_int(MOST_WARPS, (in.depth + WARP * WIDE - 1) / (WARP * WIDE)),
-              stride = warps * WARP * WIDE;
-    float squares = 0.0f;
-    NO_UNROLL
-    for (int first = 0; first < warps; first += AT_ONCE) {
-      Pack<X, WIDE> packs[AT_ONCE];
-      UNROLL
-      for (int i = 0; i < AT_ONCE; ++i) {
-        const int k = ((first + i) * WARP + lane_index()) * WIDE;
-        packs[i] = first + i < warps && k < in.depth ? load<WIDE>(row + k) : Pack<X, WIDE>{};
-      }
-      UNROLL
-      for (int i = 0; i < AT_ONCE; ++i) {
-        float sum = add_squares(0.0f, packs[i]);
-        NO_UNROLL
-        for (int k = ((first + i) * WARP + lane_index()) * WIDE + stride; first + i < warps && k < in.depth;
-             k += stride) {
-          sum = add_squares(sum, load<WIDE>(row + k));
-        }
-        sum = warp_sum(sum);
-        if (lane_index() == first + i) squares = sum;
-      }
-    }
-    return 1.0f / square_root(warp_sum(squares) / float(in.depth) + in.epsilon);
   }
 
   // This warp's sums of its next tile.
@@ -227,6 +166,9 @@ DEVICE void linear_ring(const RingOperands<X>& in, const Out& out) {
   const RingRoom<X> room(memory, in);
   Ring<X, Out> ring(in, out, room, words);
   ring.fill();
+  wait_for_previous_grid();
+  // Not before the wait: what the next grid does before its own may then count on all that ended before this one began.
+  start_next_grid();
   ring.take_tokens();
   int count = 0;
   NO_UNROLL

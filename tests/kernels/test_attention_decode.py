@@ -74,7 +74,6 @@ def run(
     most: int = 1,
     spare: int = 1,
     smallest: int = SMALLEST,
-    soon: tuple[Argument, Argument, int] = (0, 0, 0),
 ) -> Bits:
     """`most` splits an item; the items are in no order that means anything, and `spare` blocks find none."""
     shape, sequences = held.shape, len(held.lengths)
@@ -85,7 +84,7 @@ def run(
     blocks = max(1, len(items) + spare)
     work = work_list([items[place] for place in RNG.permutation(len(items))], blocks, smallest)
     args: list[Argument] = [q, *held.cached, held.tables, work, out, workspace, counters]
-    args += [*held.arguments, shape.scale, window, *soon]
+    args += [*held.arguments, shape.scale, window]
     shared = ring_bytes(shape, tier or "", codes=held.scales is not None)
     device.run(stem, entry(stem, element, shape), (blocks, packs(shape)), 128, args, shared, tier=tier)
     assert not counters.any()
@@ -182,7 +181,7 @@ def test_a_token_of_a_prompt_has_the_bits_that_it_has_when_its_sequence_ends_wit
     stem = held.over(STEM)
     grid = (len(items), packs(shape))
     shared = ring_bytes(shape, tier, codes=codes)
-    device.run(stem, entry(stem, element, shape), grid, 128, [*args, shape.scale, 0, 0, 0, 0], shared, tier=tier)
+    device.run(stem, entry(stem, element, shape), grid, 128, [*args, shape.scale, 0], shared, tier=tier)
     for row, (sequence, length) in enumerate([(0, 260), (1, 198), (1, 199), (1, 200)]):
         one = replace(held, lengths=np.array([length], dtype=np.int32), tables=held.tables[sequence : sequence + 1])
         assert np.array_equal(run(device, element, q[row : row + 1], one, tier=tier)[0], out[row]), row
@@ -256,13 +255,3 @@ def test_a_scale_that_is_no_number_is_not_hidden(device: Device, element: Elemen
     held.scales[part, held.tables[0, 1], :, 3] = np.nan
     out = run(device, element, queries(element, held.shape, 1), held, tier=tier)
     assert np.all(np.isnan(element.decode(out)))
-
-
-@pytest.mark.parametrize("spare", [1, 3])
-def test_what_is_fetched_ahead_changes_nothing(device: Device, element: Element, spare: int) -> None:
-    """By one idle block or several, and a last piece that is short; what lies behind is not touched."""
-    shape = Shape(3, 1, 64)
-    held, q = paged(RNG, element, shape, [5, 300]), queries(element, shape, 2)
-    ahead = [RNG.standard_normal(5000).astype(np.float32) for _ in range(2)]
-    found = run(device, element, q, held, tier="t90", spare=spare, soon=(*ahead, 20000))
-    assert np.array_equal(found, run(device, element, q, held, tier="t90", spare=spare))

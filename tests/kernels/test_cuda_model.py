@@ -324,12 +324,12 @@ def test_a_copied_block_is_read_as_the_one_it_was_copied_from() -> None:
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_few_tokens_have_the_same_bits_by_rings_and_without(monkeypatch: pytest.MonkeyPatch, dtype: DType) -> None:
     source, logits, entries = opened(CASES[0]), [], []
-    for tuning in (Tuning(), Tuning(ring_tokens=0), Tuning(norm_tokens=8), Tuning(soon_bytes=1 << 20, ring_stages=4)):
+    for tuning in (Tuning(), Tuning(ring_tokens=0)):
         monkeypatch.setitem(TUNED, "t90a", tuning)
         ours = cuda_model(source, dtype, "t90a")
-        logits.append(np.concatenate([ours.forward(step) for step in steps(ours.program)]))
+        logits.append([ours.forward(step) for step in steps(ours.program)])
         entries.append({entry for entry in ours._device.launched if "linear" in entry and "t90a" in entry})
-    assert all(np.array_equal(logits[0], other) for other in logits[1:])
+    assert all(np.array_equal(first, second) for first, second in zip(*logits))
     assert len(entries[0]) == 4 and not entries[1]
 
 

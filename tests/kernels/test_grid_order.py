@@ -58,7 +58,7 @@ def attention(head_dim: int) -> Call:
     workspace, counters = np.zeros(3 * 3 * 32 * (head_dim + 2), dtype=np.float32), np.zeros(3, dtype=np.uint32)
     last = [(held.tables[i, (n - 1) // 32], (n - 1) % 32) for i, n in enumerate(lengths)]
     newest = [held.cache[side, page, 0, place] for page, place in last for side in (0, 1)]
-    args = [q, *held.cached, held.tables, work, out, workspace, counters, *held.arguments, shape.scale, 0, 0, 0, 0]
+    args = [q, *held.cached, held.tables, work, out, workspace, counters, *held.arguments, shape.scale, 0]
     entry = f"attention_decode_d{head_dim}_bf16"
     return Call("attention_decode", entry, (len(items) + 1, 1), 128, args, out, [q, *newest], ring_bytes(shape, "t90"))
 
@@ -73,7 +73,7 @@ def chunk_of_a_prompt() -> Call:
     workspace, counters = np.zeros(3 * 32 * 66, dtype=np.float32), np.zeros(1, dtype=np.uint32)
     pages = [(held.tables[0, 15], slice(0, 32)), (held.tables[0, 16], slice(0, 8))]
     newest = [held.cache[side, page, 0, places] for page, places in pages for side in (0, 1)]
-    args = [q, *held.cached, held.tables, work, out, workspace, counters, *held.arguments, shape.scale, 0, 0, 0, 0]
+    args = [q, *held.cached, held.tables, work, out, workspace, counters, *held.arguments, shape.scale, 0]
     shared = ring_bytes(shape, "t90")
     return Call("attention_decode", "attention_decode_d64_bf16", (count, 1), 128, args, out, [q, *newest], shared)
 
@@ -89,7 +89,7 @@ def product(stem: str, depth: int) -> Call:
     return Call(stem, f"{stem}_bf16_m8", (3, 1), 256, args, out, [x, *others], 4096 * 3 * 6)
 
 
-def product_by_rings(kind: str, depth: int, stages: int, *, normed: bool = False) -> Call:
+def product_by_rings(kind: str, depth: int, stages: int) -> Call:
     tokens, rows = 3, 64
     x, weight = BF16.normal(RNG, tokens, depth), BF16.normal(RNG, rows, depth)
     width, box_rows = (rows // 2, 8) if kind == "_act_mul" else (rows, 16)
@@ -99,9 +99,7 @@ def product_by_rings(kind: str, depth: int, stages: int, *, normed: bool = False
     told = room[-room.ctypes.data % 64 :][:128]
     told[:] = ShimMemory().matrix_map(weight.ctypes.data, rows, depth, box_rows)
     args = [x, told, 0, *others, out, tokens, width, depth, 0 if kind == "_act_mul" else 16, stages]
-    if kind != "_add":
-        args += [BF16.normal(RNG, depth), 1e-6] if normed else [0, 0.0]
-    shared = 9216 + 16384 * stages + (tokens + 1) * (128 * -(-depth // 64) + 16)
+    shared = 9216 + 16384 * stages + tokens * (128 * -(-depth // 64) + 16)
     stem = f"linear{kind}_t90a"
     return Call(stem, f"{stem}_bf16", (3,), 256, args, out, [x, *others], shared, [weight])
 
@@ -122,7 +120,6 @@ CALLS = {
     "linear_act_mul": lambda: product("linear_act_mul", 8 * 32 * 6),
     "linear_t90a, more than its rings hold": lambda: product_by_rings("", 8 * 64 * 3, 2),
     "linear_t90a, rings that hold it all": lambda: product_by_rings("_act_mul", 8 * 64, 12),
-    "linear_t90a, with a norm": lambda: product_by_rings("", 8 * 64 + 8, 3, normed=True),
     "linear_add_t90a": lambda: product_by_rings("_add", 8 * 64 + 8, 4),
     "norm": norm,
 }

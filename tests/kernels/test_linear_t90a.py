@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from tests.kernels import test_linear
-from tests.kernels.device import Array, Boxes, Device
+from tests.kernels.device import Boxes, Device
 from tests.kernels.elements import Element
 from tests.kernels.layers import (
     ACTIVATIONS,
@@ -25,7 +23,6 @@ from tests.kernels.layers import (
 )
 
 STEM = "linear_t90a"
-EPSILON = 1e-6
 RNG = np.random.default_rng(14)
 
 
@@ -39,7 +36,6 @@ def run(
     tall: int = 16,
     activation: str = "silu",
     in_place: bool = False,
-    norm_weight: Array | None = None,
 ) -> Output:
     width = layer.rows // 2 if kind == "_act_mul" else layer.rows
     slots = -(-width // 8) * 16 if kind == "_act_mul" else layer.rows
@@ -49,10 +45,9 @@ def run(
     operands = [with_poison(layer.x), weight, 0 if layer.bias is None else layer.bias]
     between = [residual] if kind == "_add" else []
     behind = [ACTIVATIONS.index(activation)] if kind == "_act_mul" else [tall]
-    norm = [] if kind == "_add" else [0, 0.0] if norm_weight is None else [norm_weight, EPSILON]
-    args = [*operands, *between, out, layer.tokens, width, layer.depth, *behind, stages, *norm]
+    args = [*operands, *between, out, layer.tokens, width, layer.depth, *behind, stages]
     stem = f"linear{kind}_t90a"
-    shared = 9216 + 16384 * stages + (layer.tokens + 1) * (128 * -(-layer.depth // 64) + 16)
+    shared = 9216 + 16384 * stages + layer.tokens * (128 * -(-layer.depth // 64) + 16)
     grid = (min(blocks, -(-slots // tall)),)
     device.run(stem, f"{stem}_{layer.element.name}", grid, 256, args, shared, tier="t90a")
     assert untouched(out[layer.tokens :])
@@ -106,18 +101,3 @@ def test_the_bits_are_those_of_linear(
         tall = 16 if kind == "_act_mul" else tall
         found = run(device, layer, kind, blocks=blocks, stages=stages, tall=tall)
         assert np.array_equal(found, expected), (blocks, stages, tall)
-
-
-@pytest.mark.parametrize("kind", ["", "_act_mul", "_f32"])
-@pytest.mark.parametrize(("tokens", "depth"), [(1, 1536), (8, 72), (3, 3584), (2, 8712)])
-def test_a_norm_before_it_has_the_bits_of_norm(
-    device: Device, element: Element, kind: str, tokens: int, depth: int
-) -> None:
-    layer = normal(element, RNG, tokens, 40, depth)
-    weight, normed = element.normal(RNG, depth), np.empty_like(layer.x)
-    block = min(1024, 32 * -(-depth // 256))
-    args = [layer.x, weight, EPSILON, normed, depth]
-    device.run("norm", f"norm_{element.name}", (tokens,), block, args, tier="t90")
-    expected = run(device, replace(layer, x=normed), kind)
-    for blocks in (1, 3):
-        assert np.array_equal(run(device, layer, kind, blocks=blocks, norm_weight=weight), expected)

@@ -6,12 +6,10 @@ the step block, and stay what they are for the life of the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from functools import singledispatch
 
 from rvllm.backend.cuda.launch import Launch, Target, covering, rows_of, suffix, width_of
-from rvllm.backend.cuda.products import ACTIVATIONS, behind_rings, product_workspace, products, takes_norm
+from rvllm.backend.cuda.products import ACTIVATIONS, product_workspace, products
 from rvllm.program.dtype import E4M3
 from rvllm.program.ops import (
     ActMul,
@@ -27,7 +25,6 @@ from rvllm.program.ops import (
     SelectRows,
     Tensor,
     parts,
-    reads,
 )
 from rvllm.program.program import Program
 
@@ -40,58 +37,13 @@ FUSIONS = frozenset({"linear_add", "linear_act_mul"})
 """The fused kernels there are."""
 
 
-def lower(op: Op, target: Target, norm: Norm | None = None) -> list[Launch]:
-    """The launches that compute `op` for the target's bucket; with `norm`, a product's compute both."""
-    product = _product_of(op)
-    return _plain(op, target) if product is None else products(*product, target, norm)
-
-
-def lower_all(ops: Sequence[Op], target: Target) -> list[Launch]:
-    """The launches of ops in a row, with the bits of each alone.
-
-    A norm may be in the launch of the product behind it, and attention fetches ahead.
-    """
-    launches: list[Launch] = []
-    waiting: Norm | None = None
-    for place, op in enumerate(ops):
-        if isinstance(op, Norm) and _is_taken(op, ops[place + 1 :], target):
-            waiting = op
-            continue
-        made = lower(op, target, waiting)
-        launches += _fetching_ahead(made, ops[place + 1 :], target) if isinstance(op, Attention) else made
-        waiting = None
-    return launches
-
-
-def _fetching_ahead(launches: list[Launch], behind: Sequence[Op], target: Target) -> list[Launch]:
-    """Attention that fetches what the next gate and up read."""
-    products = filter(None, map(_product_of, behind))
-    ahead = next((behind_rings(op, after, target) for op, after in products if isinstance(after, ActMul)), (0, 0, 0))
-    return [
-        replace(launch, values=(*launch.values[:-3], *ahead)) if launch.stem.startswith("attention_decode") else launch
-        for launch in launches
-    ]
-
-
-def _is_taken(norm: Norm, behind: Sequence[Op], target: Target) -> bool:
-    """Whether the op behind a norm computes it, which is then written nowhere.
-
-    That op alone may read it; and what is normed must be read later, too, for else its memory may be that op's output.
-    """
-    product = _product_of(behind[0]) if behind else None
-    if product is None or product[0].x != norm.out or not takes_norm(*product, target):
-        return False
-    later = {tensor for op in behind[1:] for tensor in reads(op)}
-    return norm.x in later and norm.out not in later
-
-
-def _product_of(op: Op) -> tuple[Linear, object] | None:
-    """A product and what its kernel does behind it, if that is what `op` is."""
+def lower(op: Op, target: Target) -> list[Launch]:
+    """The launches that compute `op` for the target's bucket."""
     if not isinstance(op, Fused):
-        return (op, None) if isinstance(op, Linear) else None
+        return _plain(op, target)
     first, last = op.parts
     assert op.kernel in FUSIONS and isinstance(first, Linear), op
-    return first, last
+    return products(first, last, target)
 
 
 @singledispatch
@@ -161,6 +113,11 @@ def _(op: RopeKV, target: Target) -> list[Launch]:
 
 
 @_plain.register
+def _(op: Linear, target: Target) -> list[Launch]:
+    return products(op, None, target)
+
+
+@_plain.register
 def _(op: Attention, target: Target) -> list[Launch]:
     """One launch for all sequences that bring one token, one for all that bring more: each has its list of work.
 
@@ -177,7 +134,7 @@ def _(op: Attention, target: Target) -> list[Launch]:
     grid = (min(MOST_SPLITS * queries, pieces + queries), _packs(op))
     stem = _over("attention_decode", op.cache)
     entry = f"{stem}_{_build_for(head_dim, (64, 128, 256))}_{suffix(op.out.dtype)}"
-    values = (*cached, address(f"decode_work.{group}"), out, target.workspace, target.counters, *shape, 0, 0, 0)
+    values = (*cached, address(f"decode_work.{group}"), out, target.workspace, target.counters, *shape)
     decode = Launch(stem, entry, grid, 128, _ring_bytes(op, target), values)
     if target.batch_invariant or not bucket.prefills:
         return [decode]

@@ -18,7 +18,7 @@ from rvllm.backend.cuda.copy_blocks import BlockCopier
 from rvllm.backend.cuda.guess import Guesser
 from rvllm.backend.cuda.kernels import Device
 from rvllm.backend.cuda.launch import Bucket, Launch, Target
-from rvllm.backend.cuda.lower import lower, lower_all, workspace
+from rvllm.backend.cuda.lower import lower, workspace
 from rvllm.backend.cuda.matrix_maps import MatrixMaps
 from rvllm.backend.cuda.sampling import DeviceSampler, row_bytes
 from rvllm.backend.cuda.slots import slot_bytes
@@ -331,7 +331,7 @@ class CudaModel:
         target = self._target(bucket)
         launches = begin(self.program, target, self._layout) if bucket.tokens else []
         first, last = 0 if bucket.tokens else self._head, None if bucket.rows else self._head
-        launches += lower_all(self.program.ops[first:last], target)
+        launches += [launch for op in self.program.ops[first:last] for launch in lower(op, target)]
         graph = None if self._eager else self._device.capture(launches)
         piece = self._pieces[bucket] = Piece(() if graph is not None else tuple(launches), graph)
         return piece

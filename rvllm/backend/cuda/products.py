@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from rvllm.backend.cuda.launch import Launch, Target, covering, rows_of, suffix, width_of
 from rvllm.program.dtype import F32
-from rvllm.program.ops import ActMul, Add, Linear, Norm, Tensor
+from rvllm.program.ops import ActMul, Add, Linear, Tensor
 from rvllm.program.program import joined_name
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
@@ -24,11 +24,8 @@ RING_STAGES, STAGE_BYTES, RING_SHARED_BYTES, RING_SUMS_BYTES = 4, 16 << 10, 160 
 ALONE_SHARED_BYTES = 116 << 10  # more than half of what a multiprocessor of tier t90a has
 
 
-def products(op: Linear, after: object, target: Target, norm: Norm | None = None) -> list[Launch]:
-    """A product with what follows it in the same kernel: nothing, ActMul, or Add (then the other addend is read).
-
-    norm: what makes op.x, where that is in the same kernel, too (`takes_norm`).
-    """
+def products(op: Linear, after: object, target: Target) -> list[Launch]:
+    """A product with what follows it in the same kernel: nothing, ActMul, or Add (then the other addend is read)."""
     tokens, depth = rows_of(op.out, target.bucket), width_of(op.x)
     tuning = target.tuning
     large = 2 * _rows(op) * depth >= tuning.large_bytes
@@ -38,21 +35,11 @@ def products(op: Linear, after: object, target: Target, norm: Norm | None = None
     if target.batch_invariant and tokens > LINEAR_TOKENS:
         at_once = _wide_tokens(op, after, target) if wide else LINEAR_TOKENS
     return [
-        _product(op, after, target, first, min(at_once, tokens - first), wide, norm)
-        for first in range(0, tokens, at_once)
+        _product(op, after, target, first, min(at_once, tokens - first), wide) for first in range(0, tokens, at_once)
     ]
 
 
-def takes_norm(op: Linear, after: object, target: Target) -> bool:
-    """Whether a product's launch norms its tokens, too."""
-    tokens = rows_of(op.out, target.bucket)
-    few = tokens <= target.tuning.norm_tokens and not isinstance(after, Add)
-    return few and _ring_stages(op, after, tokens, target) > 0
-
-
-def _product(
-    op: Linear, after: object, target: Target, begin: int, tokens: int, wide: bool, norm: Norm | None
-) -> Launch:
+def _product(op: Linear, after: object, target: Target, begin: int, tokens: int, wide: bool) -> Launch:
     """The product of tokens [begin, begin + tokens)."""
     rows, depth = _rows(op), width_of(op.x)
     few = tokens <= LINEAR_TOKENS
@@ -64,7 +51,7 @@ def _product(
     def address(tensor: Tensor) -> int:
         return target.address(tensor.name) + begin * tensor.dtype.nbytes(width_of(tensor))
 
-    x, weight = address(op.x if norm is None else norm.x), target.address(joined_name(op.weights))
+    x, weight = address(op.x), target.address(joined_name(op.weights))
     if wide:
         most = _tile_tokens(op, after, tokens, target)
         x = target.matrix_map(x, tokens, depth, most)
@@ -93,8 +80,6 @@ def _product(
         grid = (min(covering(tiles, tall), target.multiprocessors),)
         shared = max(stages * STAGE_BYTES + _ring_room(tokens, depth), ALONE_SHARED_BYTES)
         arguments = (*arguments, stages) if isinstance(after, ActMul) else (*arguments, tall, stages)
-        if not isinstance(after, Add):
-            arguments += (0, 0.0) if norm is None else (target.address(norm.weight.name), norm.epsilon)
         return Launch(f"{stem}_t90a", f"{stem}_t90a_{suffix(op.x.dtype)}", grid, 256, shared, arguments)
     if few:
         return _streaming(stem, entry, tokens, tiles, depth, arguments, target)
@@ -114,19 +99,6 @@ def _ring_stages(op: Linear, after: object, tokens: int, target: Target) -> int:
     return stages if stages >= RING_STAGES else 0
 
 
-def behind_rings(op: Linear, after: ActMul, target: Target) -> tuple[int, int, int]:
-    """What to fetch ahead of gate and up: where in either, from the first tiles on that rings do not hold; bytes."""
-    tokens, rows, depth = rows_of(op.out, target.bucket), _rows(op), width_of(op.x)
-    tuning, width = target.tuning, rows // 2
-    stages = _ring_stages(op, after, tokens, target)
-    if not stages or tokens > tuning.soon_tokens:
-        return 0, 0, 0
-    held = 8 * target.multiprocessors * (stages // covering(covering(depth, 64), 8))
-    nbytes = min(tuning.soon_bytes, 2 * depth * max(width - held, 0))
-    first = target.address(joined_name(op.weights)) + 2 * depth * held
-    return (first, first + 2 * depth * width, nbytes) if nbytes else (0, 0, 0)
-
-
 def _ring_rows(rows: int, target: Target) -> int:
     """Rows of a tile of linear_t90a.cu: up to 16, as few as let no multiprocessor have more tiles than of 16."""
     rounds = covering(covering(rows, 16), target.multiprocessors)
@@ -135,7 +107,7 @@ def _ring_rows(rows: int, target: Target) -> int:
 
 def _ring_room(tokens: int, depth: int) -> int:
     """Shared memory of a block of linear_t90a.cu beside its rings."""
-    return RING_SUMS_BYTES + (tokens + 1) * (128 * covering(depth, 64) + 16)
+    return RING_SUMS_BYTES + tokens * (128 * covering(depth, 64) + 16)
 
 
 def _streaming(

@@ -21,12 +21,6 @@ class Tuning:
     """Of its rings, if they fit. With more, blocks of decode attention find no room beside them."""
     low_tile_tokens: int = 1
     """Up to so many tokens its tiles are as low as gives every multiprocessor as many rows."""
-    norm_tokens: int = 0
-    """Up to so many tokens the norm before such a product is in its launch."""
-    soon_tokens: int = 8
-    """Up to so many sequences, idle blocks of decode attention fetch ahead of gate and up, into L2,"""
-    soon_bytes: int = 0
-    """so much of either, behind what its rings hold."""
     wide_tokens: int = 32
     """With more tokens warpgroups multiply (gemm_t90a.cu)."""
     wide_tokens_large: int = 16

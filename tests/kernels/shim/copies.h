@@ -114,13 +114,6 @@ void copy_bytes(void* to, const void* from, int bytes, void* word) {
   arrivals_at(word);
 }
 
-// Reads it, so that a sanitizer sees what lies outside.
-void prefetch_bytes(const void* from, int bytes) {
-  if (bytes <= 0 || bytes % 16 != 0) fail("a prefetch of %d bytes", bytes);
-  const volatile unsigned char* at = static_cast<const unsigned char*>(aligned(from, 16));
-  for (int i = 0; i < bytes; i += 16) (void)at[i];
-}
-
 // Copies that are started before it read what is there before it.
 void wait_for_previous_grid() {
   if (machine.launch->late_count == 0 || machine.now->late_is_there) return;

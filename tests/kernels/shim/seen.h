@@ -77,7 +77,6 @@ void arrive_once(void* word, int64_t expected_bytes);
 void wait_arrivals(void* word, uint32_t parity);
 void copy_box(void* to, const void* map, int column, int row, void* word);
 void copy_bytes(void* to, const void* from, int bytes, void* word);
-void prefetch_bytes(const void* from, int bytes);
 void wait_for_previous_grid();
 
 template <typename T>

@@ -213,9 +213,6 @@ DEVICE void wait_arrivals(uint64* word, uint32 parity) { shim::wait_arrivals(wor
 DEVICE void copy_box(void* to, const void* map, int column, int row, uint64* word) {
   shim::copy_box(to, map, column, row, word);
 }
-// Reads all of it, so that what is not there is noticed.
-DEVICE void prefetch_bytes(const void* from, int bytes) { shim::prefetch_bytes(from, bytes); }
-DEVICE void pause(int) {}
 DEVICE void copy_bytes(void* to, const void* from, int bytes, uint64* word) { shim::copy_bytes(to, from, bytes, word); }
 
 enum : bool { GRIDS_OVERLAP = true };
